@@ -5,20 +5,23 @@
 namespace flashinfer {
 namespace {
 
-constexpr bool kRotates = kPosEncoding == PosEncoding::rope_llama;
-
-template <int kTileQ, bool kPaged, MaskMode kMask>
+template <int kKind, int kTileQ, bool kPaged, MaskMode kMask, bool kWindow, PosEncoding kEncoding,
+          typename Variant, bool kRotates = kEncoding == PosEncoding::rope_llama>
 using Traits = AttentionTraits<
     TileTraits<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_KV,
                dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
-               FLASHINFER_CFG_HEAD_DIM_VO, kTileQ, kRotates || ConfiguredVariant::kHasKeyTransform>,
-    ConfiguredVariant, kPaged, kMask, FLASHINFER_CFG_SLIDING_WINDOW, kRotates>;
+               FLASHINFER_CFG_HEAD_DIM_VO, kTileQ, kRotates || Variant::kHasKeyTransform>,
+    Variant, kPaged, kMask, kWindow, kRotates, kKind>;
 
 using First =
-    Traits<FLASHINFER_CFG_TILE_Q, FLASHINFER_CFG_PAGED, MaskMode::FLASHINFER_CFG_MASK_MODE>;
+    Traits<0, FLASHINFER_CFG_TILE_Q, FLASHINFER_CFG_PAGED, MaskMode::FLASHINFER_CFG_MASK_MODE,
+           FLASHINFER_CFG_SLIDING_WINDOW, kPosEncoding, ConfiguredVariant>;
 #if FLASHINFER_CFG_TILE_Q_SECOND
+constexpr PosEncoding kSecondEncoding = PosEncoding::FLASHINFER_CFG_POS_ENCODING_SECOND;
 using Second =
-    Traits<FLASHINFER_CFG_TILE_Q_SECOND, true, MaskMode::FLASHINFER_CFG_MASK_MODE_SECOND>;
+    Traits<1, FLASHINFER_CFG_TILE_Q_SECOND, true, MaskMode::FLASHINFER_CFG_MASK_MODE_SECOND,
+           FLASHINFER_CFG_SLIDING_WINDOW_SECOND, kSecondEncoding,
+           VariantWith<FLASHINFER_CFG_LOGITS_SOFT_CAP_SECOND, kSecondEncoding>>;
 #else
 using Second = void;
 #endif

@@ -19,12 +19,22 @@ using ConfiguredVariantParams = CappedVariantParams;
 using ConfiguredVariantParams = VariantParams;
 #endif
 
+#if FLASHINFER_CFG_TILE_Q_SECOND && FLASHINFER_CFG_CUSTOM_VARIANT
+using ShapedParams = TwoShapeAttentionParams<ConfiguredVariantParams, ConfiguredVariantParams>;
+#elif FLASHINFER_CFG_TILE_Q_SECOND && FLASHINFER_CFG_LOGITS_SOFT_CAP_SECOND
+using ShapedParams = TwoShapeAttentionParams<ConfiguredVariantParams, CappedVariantParams>;
+#elif FLASHINFER_CFG_TILE_Q_SECOND
+using ShapedParams = TwoShapeAttentionParams<ConfiguredVariantParams, VariantParams>;
+#else
+using ShapedParams = AttentionParams<ConfiguredVariantParams>;
+#endif
+
 #if FLASHINFER_CFG_DEVICE_LENGTHS
 using ConfiguredParams = LengthsAttentionParams<ConfiguredVariantParams>;
 #elif FLASHINFER_CFG_PROFILED
-using ConfiguredParams = ProfiledAttentionParams<ConfiguredVariantParams>;
+using ConfiguredParams = ProfiledAttentionParams<ShapedParams>;
 #else
-using ConfiguredParams = AttentionParams<ConfiguredVariantParams>;
+using ConfiguredParams = ShapedParams;
 #endif
 
 // Launches the plan's items and, if any tile was split, the merge.

@@ -33,6 +33,14 @@ struct PlannedTensors {
   bool exact_tokens;  // false: q may have more rows than the plan; they are left unchanged
 };
 
+// Options that items of kind 1 with tensors of their own have for themselves.
+struct OwnOptions {
+  float sm_scale, logits_soft_cap;
+  int32_t window_left;
+  float rope_scale_rcp, rope_theta_rcp_log2;
+  const float* alibi_slopes;
+};
+
 // Written by attention_bind() and read by attention_run().
 struct AttentionLaunch {
   static constexpr uint64_t kTag = 0x61747465'6e74696fu;
@@ -40,6 +48,7 @@ struct AttentionLaunch {
   uint64_t tag;  // bytes that were not bound have a different tag
   ConfiguredParams params;
   PlannedTensors planned[2];
+  OwnOptions second;
   int64_t num_scale_rows;  // pages of kv_cache_sf, or tokens; negative: it was not given
   int32_t device_id;
   bool has_second;  // items of kind 1 have tensors of their own
@@ -51,6 +60,27 @@ inline AttentionLaunch& bound_launch_of(ffi::Args& args) {
     ffi::raise("RuntimeError", "attention_bind() comes first");
   }
   return launch;
+}
+
+// Sets the options of items of kind 1, once those of kind 0 are: the same but for their own.
+inline void set_second_variant([[maybe_unused]] ConfiguredParams& params,
+                               [[maybe_unused]] const AttentionLaunch& launch) {
+#if FLASHINFER_CFG_TILE_Q_SECOND && FLASHINFER_CFG_CUSTOM_VARIANT
+  params.second_variant = params.variant;
+#elif FLASHINFER_CFG_TILE_Q_SECOND
+  VariantParams& second = params.second_variant;
+  second = params.variant;
+  if (launch.has_second) {
+    const OwnOptions& own = launch.second;
+    second.sm_scale = own.sm_scale;
+    second.logits_soft_cap = own.logits_soft_cap;
+    second.window_left = own.window_left;
+    second.rope_scale_rcp = own.rope_scale_rcp;
+    second.rope_theta_rcp_log2 = own.rope_theta_rcp_log2;
+    second.alibi_slopes = own.alibi_slopes;
+  }
+  set_soft_cap(params.second_variant);
+#endif
 }
 
 // Elements of a contiguous operand of the options; the caller checks the device.

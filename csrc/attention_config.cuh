@@ -15,11 +15,13 @@ enum class PosEncoding { none, rope_llama, alibi };
 inline constexpr PosEncoding kPosEncoding = PosEncoding::FLASHINFER_CFG_POS_ENCODING;
 
 #if FLASHINFER_CFG_CUSTOM_VARIANT
-using ConfiguredVariant = UserVariant;
+template <bool, PosEncoding>
+using VariantWith = UserVariant;
 #else
-using ConfiguredVariant =
-    DefaultAttention<FLASHINFER_CFG_LOGITS_SOFT_CAP, kPosEncoding == PosEncoding::alibi,
-                     FLASHINFER_CFG_SINKS, FLASHINFER_CFG_HEAD_SCALES>;
+template <bool kSoftCap, PosEncoding kEncoding>
+using VariantWith = DefaultAttention<kSoftCap, kEncoding == PosEncoding::alibi,
+                                     FLASHINFER_CFG_SINKS, FLASHINFER_CFG_HEAD_SCALES>;
 #endif
+using ConfiguredVariant = VariantWith<FLASHINFER_CFG_LOGITS_SOFT_CAP, kPosEncoding>;
 
 }  // namespace flashinfer

@@ -3,13 +3,13 @@
 //   attention_bind(launch, plan, int_workspace, float_workspace, kv_indices, num_qo_heads,
 //                  num_kv_heads, page_size, is_hnd, is_graph)
 //   attention_bind_second(launch, plan, kv_indices, is_hnd, rows)
-//   attention_options(launch, logits_soft_cap, rope_scale, rope_theta, alibi_slopes)
+//   attention_options(launch, kind, logits_soft_cap, rope_scale, rope_theta, alibi_slopes)
 //   attention_mask(launch, custom_mask, mask_indptr)
 //   attention_items(launch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
 //                   max_item_len_ptr)
 //   attention_lengths(launch, plan, config, qo_indptr, kv_indptr, kv_len, last_page_len, page_size,
 //                     qo_len, causal, window_left)
-//   attention_second(launch, q, k, v, o, lse, v_scale)
+//   attention_second(launch, q, k, v, o, lse, sm_scale, v_scale, window_left)
 //   attention_head_scales(launch, kind, logits_scale, q_scale, k_scale, v_scale)
 //   attention_block_scales(launch, k_sf, v_sf, o, lse)
 //   attention_profile(launch, profiler_buffer, o, lse)
@@ -23,8 +23,9 @@
 // attention_lengths serves modules that read lengths on the device at each run, in place of a work
 // list: its arguments are those of attention_device_plan(), and the caller keeps the tensors.
 //
-// The `second` functions serve launches whose items of kind 1 have separate tensors. If `rows` is
-// not negative, the tensors of kind 0 have that many rows of k and v, which are read as pages;
+// The `second` functions serve launches whose items of kind 1 have separate tensors, and options of
+// their own: those of attention_options() for kind 1, a scale and a window. If `rows` is not
+// negative, the tensors of kind 0 have that many rows of k and v, which are read as pages;
 // otherwise they are in pages. If v is None, k is a cache that holds both. kv_indices,
 // alibi_slopes, lse, sinks, enable_pdl and scales may be None. The caller has moved a plan's
 // tensors to the device: only a run checks the device of its tensors. Scales of 4-bit keys and
@@ -137,15 +138,19 @@ FLASHINFER_FFI_EXPORT(attention_bind_second, args) {
 FLASHINFER_FFI_EXPORT(attention_options, args) {
   AttentionLaunch& launch = bound_launch_of(args);
   VariantParams& variant = launch.params.variant;
-  variant.logits_soft_cap = static_cast<float>(args.number("logits_soft_cap"));
-  const double rope_scale = args.number("rope_scale");
-  const double rope_theta = args.number("rope_theta");
-  const Tensor alibi_slopes = args.optional_tensor("alibi_slopes");
-  variant.rope_scale_rcp = static_cast<float>(1. / rope_scale);
-  variant.rope_theta_rcp_log2 =
-      static_cast<float>(-std::log2(rope_theta) * 2. / FLASHINFER_CFG_HEAD_DIM_QK);
-  variant.alibi_slopes =
-      option_data<float>(alibi_slopes, ffi::dtype::float32, variant.num_qo_heads);
+  const bool is_second = args.integer_in("kind", 0, 1) == 1;
+  const auto set = [&](auto& options) {
+    options.logits_soft_cap = static_cast<float>(args.number("logits_soft_cap"));
+    const double rope_scale = args.number("rope_scale");
+    const double rope_theta = args.number("rope_theta");
+    const Tensor alibi_slopes = args.optional_tensor("alibi_slopes");
+    options.rope_scale_rcp = static_cast<float>(1. / rope_scale);
+    options.rope_theta_rcp_log2 =
+        static_cast<float>(-std::log2(rope_theta) * 2. / FLASHINFER_CFG_HEAD_DIM_QK);
+    options.alibi_slopes =
+        option_data<float>(alibi_slopes, ffi::dtype::float32, variant.num_qo_heads);
+  };
+  is_second ? set(launch.second) : set(variant);
 }
 
 FLASHINFER_FFI_EXPORT(attention_mask, args) {
@@ -189,7 +194,9 @@ FLASHINFER_FFI_EXPORT(attention_second, args) {
   AttentionLaunch& launch = bound_launch_of(args);
   AttentionTensors& tensors = launch.params.tensors[1];
   const RunTensors given = read_tensors(args, launch, 1, true, tensors);
+  launch.second.sm_scale = static_cast<float>(args.number("sm_scale"));
   tensors.v_scale = static_cast<float>(args.number("v_scale"));
+  launch.second.window_left = static_cast<int32_t>(args.integer("window_left"));
   given.check_device(launch.device_id);
 }
 
@@ -255,6 +262,7 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   reader.check_device(launch.device_id);
 #endif
   args.all_taken();
+  set_second_variant(params, launch);
   given.check_device(launch.device_id);
   if (sinks) check_on_device(sinks, launch.device_id);
 

@@ -117,7 +117,10 @@ def _rotated_error(gathered: Any, keys: str) -> float:
     q, k = gathered["q"], gathered[keys]
     if not q.numel() or not k.numel():
         return 0.0
-    units = [unit_roundoff(q.dtype), unit_roundoff(k.dtype)]
+    types = [q.dtype, k.dtype]
+    if k.dtype in FLOAT8:  # widened before they are rotated
+        types = [torch.float16, torch.float16]
+    units = [unit_roundoff(dtype) for dtype in types]
     unit = (units[0] ** 2 + units[1] ** 2) ** 0.5
     return abs(gathered["sm_scale"]) * unit * _largest_norm(q) * _largest_norm(k)
 

@@ -67,7 +67,7 @@ def draw_kernel(index: int) -> Kernel:
     encoding = rng.choice(["NONE", "NONE", "ROPE_LLAMA", "ALIBI"]) if path != "mixed" else "NONE"
     of_8_bits = path in ("decode", "paged", "ragged") and rng.random() < 0.15
     if of_8_bits:
-        dtype, encoding = rng.choice([E4M3, E5M2]), encoding.replace("ROPE_LLAMA", "NONE")
+        dtype = rng.choice([E4M3, E5M2])
     masks = ["none"] if "decode" in path else ["none", "causal", "causal"]
     if path in ("paged", "ragged", "single_prefill"):
         masks += ["custom", "packed"]
@@ -76,7 +76,7 @@ def draw_kernel(index: int) -> Kernel:
     return Kernel(
         path=path,
         dtype=dtype,
-        kv_dtype=rng.choice([dtype, dtype, E4M3, E5M2]) if encoding != "ROPE_LLAMA" else dtype,
+        kv_dtype=rng.choice([dtype, dtype, E4M3, E5M2]),
         o_dtype=_output_dtype(rng, dtype) if path in WRAPPERS else dtype,
         head_dims=rng.choice(pairs),
         mask=rng.choice(masks),

@@ -267,8 +267,8 @@ def test_queries_of_8_bits_where_hoppers_kernel_does_not_serve_them(device):
     single = functools.partial(flashinfer.single_prefill_with_kv_cache, o_dtype=BF16)
     portable = {"o_dtype": BF16, "backend": "fa2", "return_lse": True}
     check(flashinfer.single_prefill_with_kv_cache, q=q, k=k, v=v, **portable)
-    with pytest.raises(ValueError, match="`pos_encoding_mode`.*ROPE_LLAMA"):
-        single(q, k, v, pos_encoding_mode="ROPE_LLAMA")
+    rotated = {"o_dtype": BF16, "pos_encoding_mode": "ROPE_LLAMA", "return_lse": True}
+    check(flashinfer.single_prefill_with_kv_cache, q=q, k=k, v=v, **rotated)
     with pytest.raises(ValueError, match="`kv_data_type`"):
         single(q, k.to(BF16), v.to(BF16))
     with pytest.raises(ValueError, match="`o_data_type`.*float8_e4m3fn"):

@@ -64,7 +64,9 @@ def _of_16_bits(kernel: Kernel, rng: random.Random) -> dict[str, Any]:
 
 
 def _rope(kernel: Kernel, rng: random.Random) -> dict[str, Any]:
-    return {**_of_16_bits(kernel, rng), "encoding": "ROPE_LLAMA"}
+    types = _of_16_bits(kernel, rng)
+    types["kv_dtype"] = rng.choice([types["dtype"], E4M3, E5M2])
+    return {**types, "encoding": "ROPE_LLAMA"}
 
 
 def _packed(kernel: Kernel, rng: random.Random) -> dict[str, Any]:
@@ -76,8 +78,7 @@ def _packed(kernel: Kernel, rng: random.Random) -> dict[str, Any]:
 
 def _queries_of_8_bits(kernel: Kernel, rng: random.Random) -> dict[str, Any]:
     dtypes = {name: rng.choice([E4M3, E5M2]) for name in ("dtype", "kv_dtype")}
-    encoding = kernel.encoding.replace("ROPE_LLAMA", "NONE")
-    return {**dtypes, "o_dtype": rng.choice([BF16, FP16]), "encoding": encoding}
+    return {**dtypes, "o_dtype": rng.choice([BF16, FP16])}
 
 
 NOT_MIXED = tuple(path for path in PATHS if path != "mixed")

@@ -12,7 +12,7 @@ import torch
 
 import flashinfer
 from flashinfer.testing.tensors import iter_tensors
-from tests.attention.batches import BF16, E4M3, Batch, indptr, need_backend, workspace
+from tests.attention.batches import BF16, E4M3, E5M2, Batch, indptr, need_backend, workspace
 from tests.attention.calls import make_call
 from tests.attention.packed import PACKED, block_tables
 from tests.attention.test_cascade_attention import LEVELS, Cascade
@@ -70,6 +70,10 @@ CASES: dict[str, Case] = {
     "window": ({"plan": WINDOW}, BOTH),
     "window and soft cap": ({"plan": {**CAP, **WINDOW}}, BOTH),
     "rope": ({"plan": {"pos_encoding_mode": "ROPE_LLAMA"}}, (*PORTABLE, ("paged", "auto"))),
+    "rope, e5m2 keys": (
+        {"plan": {"pos_encoding_mode": "ROPE_LLAMA"}, "batch": {"kv_dtype": E5M2}},
+        PORTABLE,
+    ),
     "alibi": ({"plan": {"pos_encoding_mode": "ALIBI"}}, BOTH),
     "mask": (_mask, PREFILLS),
     "items": (_items, PREFILLS),

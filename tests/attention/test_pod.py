@@ -34,6 +34,8 @@ def check_parts(wrapper: Any, **arguments: Any) -> None:
         mine = {key: gathered[key] for key in SHARED if key in gathered}
         if part == "p":
             mine.pop("v_scale", None)  # that of the decoding part
+        elif "kv_indptr_p" not in gathered:  # each part has options of its own
+            mine = {key: mine[key] for key in ("v_scale",) if key in mine}
         own = {key for key in gathered if key.endswith(f"_{part}")}
         mine |= {key.removesuffix(f"_{part}"): gathered[key] for key in own}
         mine["o_dtype"] = gathered["o_dtype"]
@@ -118,8 +120,27 @@ def test_heads_first_prefill(device):
             {"pos_encoding_mode_p": "ROPE_LLAMA", "rope_theta_p": 5e5},
         ),
         ({}, {"q_scale": 0.5, "k_scale": 4.0, "v_scale": 3.0}),
+        ({"window_left": 20}, {"sm_scale_p": -0.3}),
+        ({"sm_scale": 0.3}, {"window_left_p": 7}),
+        ({"window_left": 20, "pos_encoding_mode": "ALIBI"}, {"window_left_p": 70}),
+        ({"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0}, {"pos_encoding_mode_p": "ALIBI"}),
+        (
+            {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 5e5},
+            {"pos_encoding_mode_p": "ROPE_LLAMA", "rope_scale_p": 4.0},
+        ),
     ],
-    ids=["window", "scale", "alibi", "rope", "scales"],
+    ids=[
+        "window",
+        "scale",
+        "alibi",
+        "rope",
+        "scales",
+        "own window",
+        "own scale",
+        "two windows",
+        "two encodings",
+        "two rotations",
+    ],
 )
 def test_options(plan, run, device):
     wrapper = plan_pod(DECODE, device, **plan)
@@ -146,13 +167,10 @@ def test_scales_of_both_parts(dtype, device):
         check_pod(wrapper, batch, device, (70, 110), causal_p=True, **scales)
 
 
-def test_a_negative_factor_of_one_part_is_refused(device):
-    tensors = prefill_tensors(DECODE, device, 70, 110)
-    tensors |= {"q_d": DECODE.query(device), "paged_kv_cache_d": DECODE.cache(device)}
+@pytest.mark.parametrize("scales", [{"k_scale_p": -1.0}, {"q_scale": -0.5, "k_scale_p": 2.0}])
+def test_a_negative_factor_of_one_part(scales, device):
     wrapper = plan_pod(DECODE, device)
-    wrapper.run(**tensors, q_scale=-1.0, q_scale_p=-1.0)
-    with pytest.raises(ValueError, match="`k_scale_p`"):
-        wrapper.run(**tensors, k_scale_p=-1.0)
+    check_pod(wrapper, DECODE, device, (70, 110), causal_p=True, **scales)
 
 
 def test_an_output_of_8_bits_is_refused(device):

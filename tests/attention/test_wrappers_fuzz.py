@@ -57,6 +57,8 @@ class Kernel:
     window: bool
     soft_cap: bool
     backend: str
+    encoding_p: str  # of the prefill, where it has options of its own
+    window_p: bool
 
 
 def draw_kernel(index: int) -> Kernel:
@@ -69,19 +71,21 @@ def draw_kernel(index: int) -> Kernel:
     encoding = rng.choice(encodings)
     dtype = o_dtype = rng.choice([BF16, FP16])
     shares_keys = pod or wrapper in ("cascade", "device_lengths")
-    if shares_keys and encoding != "ROPE_LLAMA" and rng.random() < 0.4:
+    if shares_keys and rng.random() < 0.4:
         dtype = rng.choice([E4M3, E5M2])
     head_dims = [64, 128] if backend == "fa3" else [16, 64, 80, 128, 256, 512]
     return Kernel(
         wrapper=wrapper,
         dtype=dtype,
-        kv_dtype=rng.choice([dtype, E4M3]) if encoding != "ROPE_LLAMA" and shares_keys else dtype,
+        kv_dtype=rng.choice([dtype, E4M3]) if shares_keys else dtype,
         o_dtype=o_dtype,
         head_dim=rng.choice(head_dims),
         encoding=encoding,
         window=rng.random() < 0.4 and shares_keys,
         soft_cap=rng.random() < 0.3 and not pod and wrapper != "device_lengths",
         backend=backend,
+        encoding_p=rng.choice(encodings),
+        window_p=rng.random() < 0.4,
     )
 
 
@@ -192,10 +196,12 @@ def pod(draw: st.DrawFn, kernel: Kernel, device: torch.device) -> None:
     qo_len, kv_len = draw(TOKENS), draw(LENGTHS)
     layout = draw(st.sampled_from(["NHD", "HND"]))
     options, run = options_of(draw, kernel), run_of(draw, shape, device)
+    window = draw(st.sampled_from([0, 1, 20, 64, 500])) if kernel.window_p else -1
     given = {
-        "window_left_p": options.get("window_left", -1),
-        "pos_encoding_mode_p": options.get("pos_encoding_mode", "NONE"),
-        "sm_scale_p": options["sm_scale"],
+        "window_left_p": window,
+        "pos_encoding_mode_p": kernel.encoding_p,
+        "sm_scale_p": draw(st.sampled_from([options["sm_scale"], None, 0.2, -0.1])),
+        "rope_scale_p": draw(st.sampled_from([None, 4.0])),
         "kv_layout_p": layout,
         "kv_layout_d": batch.kv_layout,
         "window_left_d": options.get("window_left", -1),

@@ -20,8 +20,16 @@ inline constexpr int kHeadDimVO = FLASHINFER_CFG_HEAD_DIM_VO;
 inline constexpr int kTileQ = FLASHINFER_CFG_TILE_Q;
 inline constexpr int kTileQSecond = FLASHINFER_CFG_TILE_Q_SECOND;
 inline constexpr bool kPaged = FLASHINFER_CFG_PAGED;
-inline constexpr bool kAlibi = PosEncoding::FLASHINFER_CFG_POS_ENCODING == PosEncoding::alibi;
-inline constexpr bool kSoftCap = FLASHINFER_CFG_LOGITS_SOFT_CAP;
+inline constexpr PosEncoding kEncodings[2] = {PosEncoding::FLASHINFER_CFG_POS_ENCODING,
+                                              PosEncoding::FLASHINFER_CFG_POS_ENCODING_SECOND};
+inline constexpr bool kSoftCaps[2] = {FLASHINFER_CFG_LOGITS_SOFT_CAP,
+                                      FLASHINFER_CFG_LOGITS_SOFT_CAP_SECOND};
+inline constexpr bool kWindows[2] = {FLASHINFER_CFG_SLIDING_WINDOW,
+                                     FLASHINFER_CFG_SLIDING_WINDOW_SECOND};
+// Whether the two kinds of items differ in what selects code.
+inline constexpr bool kDiffer =
+    kTileQSecond != 0 &&
+    (kEncodings[0] != kEncodings[1] || kSoftCaps[0] != kSoftCaps[1] || kWindows[0] != kWindows[1]);
 inline constexpr bool kSinks = FLASHINFER_CFG_SINKS;
 inline constexpr bool kHeadScales = FLASHINFER_CFG_HEAD_SCALES;
 inline constexpr bool kKeysAre4Bit = std::is_same_v<KV, dtype::uint8>;
@@ -96,8 +104,9 @@ class Rows {
   int64_t bytes_;
 };
 
-// Requests that share tensors and masks.
+// Requests that share tensors, masks and options.
 struct Group {
+  int kind = 0;  // whose options they have
   RequestGroup plan;
   MaskMode mask;
   bool paged;
@@ -143,6 +152,12 @@ struct Group {
   }
 };
 
+// Calls `change` with the options of items of kind 1, if they have some of their own.
+template <typename P, typename Change>
+void change_second(P& params, const Change& change) {
+  if constexpr (P::kHasSecondVariant) change(params.second_variant);
+}
+
 class Case {
  public:
   Case(uint32_t seed, bool huge_strides) : random_(seed), huge_strides_(huge_strides) {
@@ -153,9 +168,10 @@ class Case {
     draw_options();
     // Two shapes: by length among the requests of one group, or a group each.
     const bool two_groups =
-        kTileQSecond != 0 && (!kPaged || kMask != kMaskSecond || random_.one_in(2));
-    groups.push_back(draw_group(kPaged, kMask, kTileQ, kTileQSecond != 0 && !two_groups));
-    if (two_groups) groups.push_back(draw_group(true, kMaskSecond, kTileQSecond, false));
+        kTileQSecond != 0 && (!kPaged || kMask != kMaskSecond || kDiffer || random_.one_in(2));
+    if (two_groups && !kCustomVariant) draw_numbers(second, 1);
+    groups.push_back(draw_group(0, kPaged, kMask, kTileQ, kTileQSecond != 0 && !two_groups));
+    if (two_groups) groups.push_back(draw_group(1, true, kMaskSecond, kTileQSecond, false));
   }
 
   // The plan and the workspaces are filled in later.
@@ -164,29 +180,55 @@ class Case {
     p.tensors[0] = groups.front().tensors();
     p.tensors[1] = groups.back().tensors();
     p.variant = variant;
+    set_second_variant(p);
     p.num_kv_heads = FastDivisor(num_kv_heads);
     p.group_size = FastDivisor(group_size);
     p.page_size = FastDivisor(page_size);
     return p;
   }
 
+  template <typename P>
+  void set_second_variant(P& p) const {
+    if constexpr (P::kHasSecondVariant && kCustomVariant) {
+      p.second_variant = variant;
+    } else if constexpr (P::kHasSecondVariant) {
+      VariantParams& options = p.second_variant;
+      options = variant;
+      options.sm_scale = second.sm_scale;
+      options.window_left = second.window_left;
+      options.logits_soft_cap = second.logits_soft_cap;
+      options.rope_scale_rcp = second.rope_scale_rcp;
+      set_soft_cap(p.second_variant);
+    }
+  }
+
+  const VariantParams& options_of(const Group& group) const {
+    return group.kind == 0 ? static_cast<const VariantParams&>(variant) : second;
+  }
+
   int group_size, num_kv_heads, num_qo_heads, page_size;
   ConfiguredVariantParams variant = {};
+  VariantParams second = {};  // numbers of items of kind 1
   std::vector<Group> groups;
 
  private:
-  void draw_options() {
-    VariantParams& options = variant;
+  // Draws the numbers that either kind of items has for itself.
+  void draw_numbers(VariantParams& options, int kind) {
     const float sign = random_.one_in(5) ? -1.f : 1.f;
     const float sharpness = random_.one_in(4) ? 8.f : 1.f;
     options.sm_scale = sign * sharpness / std::sqrt(static_cast<float>(kHeadDimQK));
-    options.logits_soft_cap = 5.f;
-    set_soft_cap(variant);
+    options.logits_soft_cap = kind == 0 ? 5.f : 9.f;
     const int most = random_.one_in(3) ? 700 : 90;
-    options.window_left = FLASHINFER_CFG_SLIDING_WINDOW ? random_.integer(-1, most) : -1;
+    options.window_left = kWindows[kind] ? random_.integer(-1, most) : -1;
+    options.rope_scale_rcp = kind == 0 ? 0.5f : 0.75f;
+  }
+
+  void draw_options() {
+    VariantParams& options = variant;
+    draw_numbers(options, 0);
+    set_soft_cap(variant);
     options.num_qo_heads = num_qo_heads;
     options.num_kv_heads = num_kv_heads;
-    options.rope_scale_rcp = 0.5f;
     options.rope_theta_rcp_log2 = -std::log2(10000.f) * 2 / kHeadDimQK;
     for (int i = 0; i < num_qo_heads; ++i) {
       slopes_.push_back(random_.normal() * 0.1f);
@@ -195,6 +237,7 @@ class Case {
     }
     options.alibi_slopes = slopes_.data();
     options.sinks = sinks_.data();
+    second = options;
 #if FLASHINFER_CFG_CUSTOM_VARIANT && !defined(EMULATION_RANGES)
     variant.temperature = temperatures_.data();
     variant.extra_logits = sinks_.data();
@@ -202,13 +245,14 @@ class Case {
 #endif
   }
 
-  Group draw_group(bool paged, MaskMode mask, int tile_q, bool mixed) {
+  Group draw_group(int kind, bool paged, MaskMode mask, int tile_q, bool mixed) {
     Group group = {};
+    group.kind = kind;
     group.mask = mask;
     group.paged = paged;
     group.page_size = page_size;
     group.plan.causal = mask == MaskMode::causal || mask == MaskMode::multi_item;
-    group.plan.window_left = variant.window_left;
+    group.plan.window_left = options_of(group).window_left;
     group.v_scale = random_.one_in(2) ? 0.7f : 1.f;
     if (kHeadScales) draw_scales(group);
     const int batch_size = random_.integer(1, 4);

@@ -16,7 +16,7 @@ class Reference {
     for (int i = 0; i < request_.kv_len; ++i) {
       keys_.push_back(read_kv(group.k, group.k_sf, i, kv_head, kHeadDimQK));
       values_.push_back(read_kv(group.v, group.v_sf, i, kv_head, kHeadDimVO));
-      if ((kPosEncoding == PosEncoding::rope_llama)) rotate(keys_.back(), i);
+      if (encoding() == PosEncoding::rope_llama) rotate(keys_.back(), i);
       if (ConfiguredVariant::kHasKeyTransform) {
         for (double& x : keys_.back()) x += 0.25;
       }
@@ -27,7 +27,7 @@ class Reference {
   void run(int qo_idx, int head) {
     std::vector<double> q = read(group_.q->row(0, request_.qo_begin + qo_idx, head), kHeadDimQK);
     const int position = qo_idx + request_.kv_len - request_.qo_len;
-    if ((kPosEncoding == PosEncoding::rope_llama)) rotate(q, position);
+    if (encoding() == PosEncoding::rope_llama) rotate(q, position);
     if (ConfiguredVariant::kHasQueryTransform) {
       for (double& x : q) x *= 0.5;
     }
@@ -98,6 +98,9 @@ class Reference {
     }
   }
 
+  const VariantParams& options() const { return problem_.options_of(group_); }
+  PosEncoding encoding() const { return kEncodings[group_.kind]; }
+
   static double head_scale(const std::vector<float>& scales, int head) {
     return scales.empty() ? 1. : scales[scales.size() > 1 ? head : 0];
   }
@@ -111,7 +114,8 @@ class Reference {
   void rotate(std::vector<double>& row, int position) const {
     const int half = kHeadDimQK / 2;
     for (int i = 0; i < half; ++i) {
-      const double angle = position * 0.5 * std::pow(10000., -2. * i / kHeadDimQK);
+      const double angle =
+          position * options().rope_scale_rcp * std::pow(10000., -2. * i / kHeadDimQK);
       const double a = row[i], b = row[i + half];
       row[i] = a * std::cos(angle) - b * std::sin(angle);
       row[i + half] = b * std::cos(angle) + a * std::sin(angle);
@@ -119,7 +123,7 @@ class Reference {
   }
 
   double logit(double product, int head, int distance) const {
-    double x = product * problem_.variant.sm_scale;
+    double x = product * options().sm_scale;
     if (kHeadScales) {
       x *= group_.logits_scale * head_scale(group_.q_scales, head) *
            head_scale(group_.k_scales, kv_head_);
@@ -128,9 +132,9 @@ class Reference {
     x /= problem_.variant.temperature[head];
     if (!ConfiguredVariant::use_softmax) x += problem_.variant.bias;
 #endif
-    if (kAlibi) x += problem_.variant.alibi_slopes[head] * distance;
-    const double cap = problem_.variant.logits_soft_cap;
-    return kSoftCap ? cap * std::tanh(x / cap) : x;
+    if (encoding() == PosEncoding::alibi) x += options().alibi_slopes[head] * distance;
+    const double cap = options().logits_soft_cap;
+    return kSoftCaps[group_.kind] ? cap * std::tanh(x / cap) : x;
   }
 
   // In the denominator besides those of the keys.
@@ -140,7 +144,8 @@ class Reference {
   }
 
   bool sees(int qo_idx, int position, int kv_idx) const {
-    const VariantParams& options = problem_.variant;
+    const VariantParams& options = problem_.variant;  // masks are of both kinds
+    const int32_t window_left = this->options().window_left;
 #if defined(EMULATION_RANGES)
     const auto& own = problem_.variant;
     const int32_t* range = own.bidirectional_ranges + 2 * (request_.qo_begin + qo_idx);
@@ -152,7 +157,7 @@ class Reference {
 #endif
     if (ConfiguredVariant::kHasLogitsMask && kCustomVariant && (position + kv_idx) % 3 == 0)
       return false;
-    if (options.window_left >= 0 && kv_idx < position - options.window_left) return false;
+    if (window_left >= 0 && kv_idx < position - window_left) return false;
     if (group_.plan.causal && kv_idx > position) return false;
     if (group_.mask == MaskMode::custom) {
       const int64_t bit = int64_t{qo_idx} * request_.kv_len + kv_idx;

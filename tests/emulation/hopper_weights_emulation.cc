@@ -25,6 +25,7 @@ template <typename T, bool kSoftCap>
 struct Traits {
   using Tile = HopperTile<T, T, dtype::bfloat16, 128, 128, sizeof(T) == 1 ? 3 : 2>;
   using Variant = DefaultAttention<kSoftCap, false, false>;
+  static constexpr int kKind = 0;
   static constexpr bool kPaged = true, kWindow = false;
   static constexpr MaskMode kMask = MaskMode::none;
 };

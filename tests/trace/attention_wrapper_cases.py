@@ -146,12 +146,24 @@ def _is_refused(*values: Any) -> Case:
 
 
 def _only_as_planned(same: Any, *others: Any) -> Case:
-    """What one kernel has for both parts: what was planned may be said again."""
+    """What was planned may be said again."""
 
     def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
         repeated = _results(operation, {**arguments, name: same})
         assert _equal(_results(operation, arguments), repeated)
         _is_refused(*others)(operation, name, arguments)
+
+    return case
+
+
+def _of_the_prefill(value: Any, wrong: Any, **beside: Any) -> Case:
+    """An option that changes the prefill's results, and those alone."""
+
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        alone = {**arguments, "return_lse_p": True, "return_lse_d": True, **beside}
+        usual, changed = (_results(operation, a) for a in (alone, {**alone, name: value}))
+        assert not torch.equal(usual[0], changed[0]) and _equal(usual[2:], changed[2:])
+        _is_refused(wrong)(operation, name, arguments)
 
     return case
 
@@ -207,12 +219,20 @@ def _heads_first(operation: Operation, name: str, arguments: dict[str, Any]) -> 
 _SCALES = {name: _becomes(2.0) for name in ("q_scale", "k_scale", "v_scale")}
 _PART_SCALES = {**_SCALES, **{f"{name}_p": case for name, case in _SCALES.items()}}
 _DEFAULT_SCALE = HEAD_DIM**-0.5
-_OPTIONS: dict[str, Case] = {
-    "pos_encoding_mode": _only_as_planned("NONE", "ALIBI", "ROPE"),
-    "sm_scale": _only_as_planned(_DEFAULT_SCALE, 0.5, "1"),
-    "window_left": _only_as_planned(-1, 3, -2),
-    "rope_scale": _only_as_planned(1.0, 2.0, -1.0),
-    "rope_theta": _only_as_planned(1e4, 1e5, 0.0),
+_ROTATED = {"pos_encoding_mode_p": "ROPE_LLAMA"}
+_PREFILL_OPTIONS: dict[str, Case] = {
+    "pos_encoding_mode_p": _of_the_prefill("ALIBI", "ROPE"),
+    "sm_scale_p": _of_the_prefill(0.5, "1"),
+    "window_left_p": _of_the_prefill(3, -2),
+    "rope_scale_p": _of_the_prefill(2.0, -1.0, **_ROTATED),
+    "rope_theta_p": _of_the_prefill(10.0, 0.0, **_ROTATED),
+}
+_DECODE_OPTIONS: dict[str, Case] = {
+    "pos_encoding_mode_d": _only_as_planned("NONE", "ALIBI", "ROPE"),
+    "sm_scale_d": _only_as_planned(_DEFAULT_SCALE, 0.5, "1"),
+    "window_left_d": _only_as_planned(-1, 3, -2),
+    "rope_scale_d": _only_as_planned(1.0, 2.0, -1.0),
+    "rope_theta_d": _only_as_planned(1e4, 1e5, 0.0),
 }
 
 CASES: dict[str, dict[str, Case]] = {
@@ -227,7 +247,8 @@ CASES: dict[str, dict[str, Case]] = {
     "MultiLevelCascadeAttentionWrapper.run": _SCALES,
     "PODWithPagedKVCacheWrapper.run": {
         **_PART_SCALES,
-        **{f"{name}_{part}": case for name, case in _OPTIONS.items() for part in "pd"},
+        **_PREFILL_OPTIONS,
+        **_DECODE_OPTIONS,
         **{
             f"{kind}_{part}": _masks
             for kind in ("custom_mask", "packed_custom_mask")

@@ -11,6 +11,7 @@ from strict_build import strict_build as strict_build
 
 from flashinfer.jit import JitSpec, build_jit_specs
 from flashinfer.jit.attention import AttentionConfig, gen_attention_module, make_variant
+from flashinfer.jit.attention.config import PACKED_FLOAT4
 from flashinfer.jit.binary import read_kernels, read_opcodes
 
 pytestmark = pytest.mark.compiler
@@ -43,12 +44,19 @@ OTHERS = [
     config(8, dtype_kv=E4M3),
     config(64, dtype_q=FP16, dtype_kv=E5M2, mask_mode="causal"),
     config(64, (64, 64), mask_mode="custom", logits_soft_cap=True, pos_encoding="rope_llama"),
+    config(16, dtype_q=FP16, dtype_kv=E4M3, pos_encoding="rope_llama"),
+    config(64, (256, 256), dtype_kv=E5M2, mask_mode="causal", pos_encoding="rope_llama"),
     config(64, (256, 256), mask_mode="multi_item", sliding_window=True, pos_encoding="alibi"),
     config(128, (192, 128), mask_mode="causal", paged=False),
     config(16, (512, 512), sinks=True),
     config(16, (16, 48), sliding_window=True),
     config(
-        128, mask_mode="causal", tile_q_second=16, mask_mode_second="causal", logits_soft_cap=True
+        128,
+        mask_mode="causal",
+        logits_soft_cap=True,
+        tile_q_second=16,
+        pos_encoding_second="rope_llama",
+        sliding_window_second=True,
     ),
 ]
 
@@ -172,8 +180,7 @@ struct Bare : AttentionVariantBase {
 """
 
 
-@pytest.mark.parametrize("dtype_kv", [E4M3, E5M2])
-def test_rotation_of_8_bit_keys_is_refused_before_it_is_compiled(dtype_kv: torch.dtype):
+def test_rotation_of_4_bit_keys_is_refused_before_it_is_compiled():
     with pytest.raises(ValueError, match="`pos_encoding_mode` must not be ROPE_LLAMA"):
-        config(16, dtype_kv=dtype_kv, pos_encoding="rope_llama")
-    assert config(16, dtype_kv=dtype_kv, pos_encoding="alibi").pos_encoding == "alibi"
+        config(16, dtype_kv=PACKED_FLOAT4, pos_encoding="rope_llama")
+    assert config(16, dtype_kv=PACKED_FLOAT4, pos_encoding="alibi").pos_encoding == "alibi"

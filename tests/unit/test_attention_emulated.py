@@ -49,6 +49,8 @@ SUBSTITUTIONS = {
 
 F16, BF16 = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROPE = {"pos_encoding": "rope_llama"}
+ALIBI_CAP_SINKS = {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True}
 LENGTHS = {"device_lengths": True, "sliding_window": True}
 F16_Q = {"dtype_q": F16, "dtype_kv": PACKED_FLOAT4, "dtype_o": F16}
 
@@ -146,27 +148,17 @@ CONFIGS = [
     ("narrow-q-e4m3", 128, 128, 8, {"dtype_q": E4M3, "dtype_kv": E4M3}),
     ("decode-q-e5m2", 80, 80, 16, {"dtype_q": E5M2, "dtype_kv": E4M3, "mask_mode": "causal"}),
     ("128-q-e4m3", 64, 64, 128, {"dtype_q": E4M3, "dtype_kv": E5M2, "mask_mode": "causal"}),
-    (
-        "narrow-alibi-cap-sinks",
-        256,
-        128,
-        8,
-        {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
-    ),
-    ("narrow-rope", 64, 64, 8, {"pos_encoding": "rope_llama", "mask_mode": "causal"}),
+    ("narrow-alibi-cap-sinks", 256, 128, 8, ALIBI_CAP_SINKS),
+    ("narrow-rope", 64, 64, 8, {**ROPE, "mask_mode": "causal"}),
+    ("narrow-rope-e4m3", 64, 64, 8, {**ROPE, "dtype_kv": E4M3, "mask_mode": "causal"}),
+    ("decode-rope-q-e5m2", 80, 80, 16, {**ROPE, "dtype_q": E5M2, "dtype_kv": E5M2}),
     ("narrow-custom", 192, 256, 8, {"mask_mode": "custom"}),
     ("decode-causal-16", 16, 16, 16, {"mask_mode": "causal"}),
     ("decode-ragged-window", 48, 48, 16, {"paged": False, "sliding_window": True}),
     ("decode-e4m3", 64, 64, 16, {"dtype_kv": E4M3}),
     ("decode-e5m2-f16", 80, 80, 16, {"dtype_q": F16, "dtype_kv": E5M2, "dtype_o": F16}),
-    (
-        "decode-alibi-cap-sinks",
-        128,
-        128,
-        16,
-        {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True},
-    ),
-    ("decode-rope", 64, 64, 16, {"pos_encoding": "rope_llama", "mask_mode": "causal"}),
+    ("decode-alibi-cap-sinks", 128, 128, 16, ALIBI_CAP_SINKS),
+    ("decode-rope", 64, 64, 16, {**ROPE, "mask_mode": "causal"}),
     ("decode-512", 512, 512, 16, {"mask_mode": "causal"}),
     ("decode-448-256", 448, 256, 16, {"mask_mode": "causal"}),
     ("decode-512-e4m3", 512, 512, 16, {"dtype_q": E4M3, "dtype_kv": E4M3, "paged": False}),
@@ -180,7 +172,7 @@ CONFIGS = [
     ("narrow-512-e4m3", 512, 512, 8, {"dtype_kv": E4M3, "sinks": True}),
     ("narrow-512-128-ragged", 512, 128, 8, {"paged": False, "sliding_window": True}),
     ("narrow-272-288", 272, 288, 8, {"mask_mode": "custom"}),
-    ("narrow-512-rope", 512, 512, 8, {"pos_encoding": "rope_llama"}),
+    ("narrow-512-rope", 512, 512, 8, ROPE),
     ("narrow-4bit-512", 512, 512, 8, {"dtype_kv": PACKED_FLOAT4, "mask_mode": "causal"}),
     ("64-f16", 64, 64, 64, {"dtype_q": F16, "dtype_kv": F16, "mask_mode": "causal"}),
     ("64-192-128-ragged", 192, 128, 64, {"paged": False, "mask_mode": "causal"}),
@@ -200,7 +192,9 @@ CONFIGS = [
     ("128-window", 128, 128, 128, {"mask_mode": "causal", "sliding_window": True}),
     ("128-e5m2", 80, 80, 128, {"dtype_kv": E5M2, "mask_mode": "causal"}),
     ("128-custom-ragged", 32, 32, 128, {"mask_mode": "custom", "paged": False}),
-    ("128-rope-alone", 64, 64, 128, {"pos_encoding": "rope_llama", "paged": False}),
+    ("128-rope-alone", 64, 64, 128, {**ROPE, "paged": False}),
+    ("64-rope-e5m2", 192, 128, 64, {**ROPE, "dtype_q": F16, "dtype_kv": E5M2, "dtype_o": F16}),
+    ("128-rope-e4m3", 64, 64, 128, {**ROPE, "dtype_kv": E4M3, "paged": False}),
     ("narrow-4bit", 128, 128, 8, {"dtype_kv": PACKED_FLOAT4}),
     ("narrow-4bit-f16-64", 64, 64, 8, {**F16_Q, "mask_mode": "causal", "logits_soft_cap": True}),
     ("narrow-4bit-192-256", 192, 256, 8, {**F16_Q, "paged": False}),
@@ -245,6 +239,8 @@ FULL_ONLY = {
     "narrow-lengths-4bit",
     "narrow-272-288",
     "narrow-512-rope",
+    "decode-rope-q-e5m2",
+    "128-rope-e4m3",
     "64-4bit-256",
     "128-4bit",
 }
@@ -261,7 +257,10 @@ def test_configuration(emulator: Emulator, sizes_and_fields: tuple[int, int, int
 
 BOTH_CAUSAL = {"mask_mode": "causal", "mask_mode_second": "causal"}
 ALL_E4M3 = {"dtype_q": E4M3, "dtype_kv": E4M3}
-SCALED_CAP = {"mask_mode": "causal", "head_scales": True, "logits_soft_cap": True}
+CAPS = {"logits_soft_cap": True, "logits_soft_cap_second": True}
+SCALED_CAP = {"mask_mode": "causal", "head_scales": True, **CAPS}
+WINDOW_AND_ROPE = {"sliding_window": True, "pos_encoding_second": "rope_llama", "dtype_kv": E4M3}
+ROPE_AND_CAP = {**ROPE, "logits_soft_cap_second": True, "sliding_window_second": True}
 RAGGED_CUSTOM = {"mask_mode": "custom", "paged": False, "sinks": True}
 
 
@@ -275,6 +274,8 @@ RAGGED_CUSTOM = {"mask_mode": "custom", "paged": False, "sinks": True}
         pytest.param(128, 16, {**ALL_E4M3, "mask_mode": "causal"}, id="e4m3-prefill-decode"),
         pytest.param(64, 64, {**ALL_E4M3, **SCALED_CAP}, id="e4m3-scaled"),
         pytest.param(128, 64, RAGGED_CUSTOM, id="ragged-prefill"),
+        pytest.param(64, 16, WINDOW_AND_ROPE, id="window-rope"),
+        pytest.param(128, 16, ROPE_AND_CAP, id="rope-cap", marks=pytest.mark.full),
     ],
 )
 def test_two_shapes(emulator: Emulator, tile_q: int, tile_q_second: int, fields: dict[str, object]):
@@ -282,10 +283,17 @@ def test_two_shapes(emulator: Emulator, tile_q: int, tile_q_second: int, fields:
     emulator.run(make_config(64, 64, tile_q, {"tile_q_second": tile_q_second, **fields}))
 
 
-@pytest.mark.parametrize("name", ["Sigmoid", "EveryHook"])
+@pytest.mark.parametrize(
+    ("name", "dtype_kv"), [("Sigmoid", BF16), ("EveryHook", BF16), ("EveryHook", E4M3)]
+)
 @pytest.mark.parametrize("tile_q", [16, 64])
 def test_variant(
-    emulator: Emulator, name: str, tile_q: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator,
+    name: str,
+    dtype_kv: torch.dtype,
+    tile_q: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """A user's variant, in the headers that a module of it is compiled from."""
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
@@ -295,8 +303,8 @@ def test_variant(
     variant = make_variant(
         "emulated", tensors, ["float", "float"], ["bias"], ["float"], name, declaration
     )
-    config = make_config(64, 64, tile_q, {"mask_mode": "causal", "custom_variant": True})
-    emulator.run(config, variant_headers=variant.write_headers())
+    fields = {"mask_mode": "causal", "custom_variant": True, "dtype_kv": dtype_kv}
+    emulator.run(make_config(64, 64, tile_q, fields), variant_headers=variant.write_headers())
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ OTHER: dict[str, Any] = {
     "custom_variant": True,
     "head_scales": True,
 }
+OF_SECOND = {
+    "mask_mode_second": "causal",
+    "pos_encoding_second": "alibi",
+    "sliding_window_second": True,
+    "logits_soft_cap_second": True,
+}
 
 
 # ---- Configurations ----
@@ -57,7 +63,7 @@ OTHER: dict[str, Any] = {
 def test_every_field_is_in_the_name_and_in_the_defines():
     two_shapes = dataclasses.replace(BASE, tile_q_second=16)
     changed = [dataclasses.replace(BASE, **{name: value}) for name, value in OTHER.items()]
-    changed.append(dataclasses.replace(two_shapes, mask_mode_second="causal"))
+    changed += [dataclasses.replace(two_shapes, **{k: v}) for k, v in OF_SECOND.items()]
     changed.append(AttentionConfig(F16, F16, BF16, 128, 128, 64))  # dtype_q
     changed.append(dataclasses.replace(BASE, tile_q=128))
     changed.append(dataclasses.replace(BASE, tile_q=128, backend="fa3"))
@@ -67,8 +73,8 @@ def test_every_field_is_in_the_name_and_in_the_defines():
     assert len({tuple(c.defines.items()) for c in [BASE, *changed]}) == len(changed) + 1
     assert {f.name for f in dataclasses.fields(AttentionConfig)} == {
         *OTHER,
+        *OF_SECOND,
         "dtype_q",
-        "mask_mode_second",
         "backend",
         "device_lengths",
         "profiled",
@@ -88,7 +94,7 @@ def test_every_field_is_in_the_name_and_in_the_defines():
         ("head_dim_vo", 0),
         ("tile_q", 32),
         ("mask_mode", "bidirectional"),
-        ("mask_mode_second", "causal"),
+        *OF_SECOND.items(),
         ("tile_q_second", 128),
         ("pos_encoding", "rope"),
     ],
@@ -147,6 +153,19 @@ def test_public_generators_describe_modules_of_their_calls():
     assert gen_pod_module(*pod).config.tile_q_second == 16
 
 
+@pytest.mark.usefixtures("target")
+def test_parts_of_pod_modules_have_options_of_their_own():
+    types = (F16, E4M3, F16)
+    parts = ((0, True, False), (1, False, True))
+    found = gen_pod_module(*types, 128, *parts[0], False, torch.int32, *parts[1]).config
+    first = (found.pos_encoding, found.sliding_window, found.logits_soft_cap)
+    assert first == ("none", True, False)
+    second = (found.pos_encoding_second, found.sliding_window_second, found.logits_soft_cap_second)
+    assert second == ("rope_llama", False, True)
+    same = gen_pod_module(*types, 128, *parts[0], False, torch.int32, *parts[0]).config
+    assert same.uri != found.uri and same.sliding_window_second
+
+
 @pytest.mark.parametrize(
     "call, named",
     [
@@ -166,8 +185,8 @@ def test_public_generators_describe_modules_of_their_calls():
             "use_fp16_qk_reduction",
         ),
         (
-            lambda t: gen_pod_module(*t, 128, 0, True, False, False, torch.int32, 0, False, False),
-            "use_sliding_window_d",
+            lambda t: gen_pod_module(*t, 128, 0, True, False, False, torch.int32, 3, False, False),
+            "pos_encoding_mode",
         ),
     ],
 )

@@ -90,9 +90,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         with reference_backend():
             plan(self, problem, *args, second=second, **options)
 
-    def set_second(self, q, k, v, out, lse, v_scale=1.0):
+    def set_second(self, q, k, v, out, lse, **numbers):
         happened.append("second")
-        self.second_tensors = (q, k, v, out, lse), v_scale
+        self.second_part = (q, k, v, out, lse), numbers
 
     def run(
         self, q, k, v, out, lse, *, sm_scale, v_scale, window_left, sinks=None, enable_pdl=None,
@@ -100,12 +100,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ):  # fmt: skip
         assert block_scales is None
         happened.append("run")
-        parts = [(self.problem, (q, k, v, out, lse), v_scale)]
+        numbers = {"sm_scale": sm_scale, "v_scale": v_scale, "window_left": window_left}
+        parts = [(self.problem, (q, k, v, out, lse), numbers)]
         if self.second_problem is not None:
-            parts.append((self.second_problem, *self.second_tensors))
+            parts.append((self.second_problem, *self.second_part))
         assert len(head_scales) in (0, len(parts))
-        for i, (problem, tensors, v_factor) in enumerate(parts):
-            options = {"sm_scale": sm_scale, "v_scale": v_factor, "sinks": sinks}
+        for i, (problem, tensors, own) in enumerate(parts):
+            options = {**own, "sinks": sinks}
             if head_scales:
                 options["sm_scale"] *= head_scales[i].logits
                 for operand, scale in zip("qkv", head_scales[i][1:], strict=True):
@@ -113,7 +114,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                     heads = spec.num_qo_heads if operand == "q" else spec.num_kv_heads
                     expanded = None if scale is None else scale.expand(heads)
                     options[f"{operand}_head_scale"] = expanded
-            _launch(problem, *tensors, window_left=window_left, **options)
+            _launch(problem, *tensors, **options)
 
     def make_mask(*arguments: Any) -> Any:
         with reference_backend():  # packs the bits
@@ -187,6 +188,9 @@ def test_variable_blocks(num_qo_heads, causal, return_lse, launches):
         {"q_scale_p": 3.0, "k_scale": torch.tensor([2.0, 0.5]), "v_scale": torch.ones(2) / 3},
         {"custom_mask_p": torch.rand(9, 12) < 0.5, "return_lse_p": True, "return_lse_d": True},
         {"custom_mask_d": torch.rand(35) < 0.5, "return_lse_d": True},
+        {"window_left_p": 3, "sm_scale_p": -0.3, "return_lse_p": True},
+        {"pos_encoding_mode_p": "ROPE_LLAMA", "rope_theta_p": 100.0, "k_scale_p": -2.0},
+        {"pos_encoding_mode_p": "ALIBI", "causal_p": True},
     ],
     ids=lambda options: "-".join(options),
 )

@@ -16,10 +16,12 @@ from .gathering import Gathering, is_worth_gathering
 from .launch import (
     ALL_ROWS,
     NO_OPTIONS,
+    NO_SECOND,
     BlockScales,
     ModuleKey,
     PlanOptions,
     RowRange,
+    SecondShape,
     Workspaces,
     check_workspace,
 )
@@ -145,9 +147,9 @@ class AttentionExecutor:
         options : PlanOptions
             How their work is divided.
         second : AttentionProblem, optional
-            More requests in the same launch that have tensors of their own, always paged; heads,
-            dtypes, page size and options are those of `problem`. At most one of the two has a
-            custom mask.
+            More requests in the same launch that have tensors and options of their own, always
+            paged; heads, dtypes and page size are those of `problem`. At most one of the two has
+            a custom mask.
         choice : KernelChoice, optional
             The kernel, where the caller has chosen; with a second tile and without `second`, that
             tile is for the requests of `problem` that fit it.
@@ -359,10 +361,14 @@ class AttentionExecutor:
         v: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-        v_scale: float = 1.0,
+        *,
+        sm_scale: float,
+        v_scale: float,
+        window_left: int,
     ) -> None:
-        """Tensors of the `second` problem for the next `run`."""
-        self._planned_module().second(self._launch, q, k, v, out, lse, v_scale)
+        """Tensors and numbers of the `second` problem for the next `run`, as that takes them."""
+        module = self._planned_module()
+        module.second(self._launch, q, k, v, out, lse, sm_scale, v_scale, window_left)
 
     # --- Details ------------------------------------------------------------------------------
 
@@ -392,13 +398,9 @@ class AttentionExecutor:
         elif choice is None:
             choice = choose_kernel(problem, self.device, second=second, fixed_split_size=fixed)
         mask_mode = spec.mask_mode if mask is None else mask.mode
-        mask_mode_second = "none"
-        if choice.tile_q_second:
-            mask_mode_second = mask_mode if second is None else second.mask_mode
         paged, has_window = problem.requests.page_size > 0, spec.window_left >= 0
-        return ModuleKey(
-            spec.kernel_options, choice, paged, mask_mode, mask_mode_second, has_window
-        )
+        shape = SecondShape.of(second or problem) if choice.tile_q_second else NO_SECOND
+        return ModuleKey(spec.kernel_options, choice, paged, mask_mode, has_window, shape)
 
     def _configured(
         self,
@@ -491,9 +493,7 @@ class AttentionExecutor:
     def _module_with(self, sinks: bool, window: bool, head_scales: bool) -> AttentionModule:
         """The planned module with options that a run adds; it reads the same launch."""
         assert self._planned_module() and self._key is not None
-        window = self._key.sliding_window or window
-        key = self._key._replace(sliding_window=window, sinks=sinks, head_scales=head_scales)
-        return self._module(key)
+        return self._module(self._key.with_options(sinks, window, head_scales))
 
 
 def _plan_first(*_: Any) -> None:

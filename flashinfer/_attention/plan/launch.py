@@ -12,10 +12,29 @@ from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, get_attention_module
 from .choice import KernelChoice
 from .planner import ANY_ROWS
+from .requests import AttentionProblem
 from .spec import KernelOptions
 
 BlockScales = tuple[torch.Tensor, torch.Tensor | None]
 """Scales of 4-bit keys and of values; None: the first tensor has both."""
+
+
+class SecondShape(NamedTuple):
+    """Options that select code of the second tile shape of a launch."""
+
+    mask_mode: str = "none"
+    pos_encoding: str = "none"
+    sliding_window: bool = False
+    logits_soft_cap: bool = False
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> SecondShape:
+        """Options of the second shape where these requests take it."""
+        options, has_window = problem.spec.kernel_options, problem.spec.window_left >= 0
+        return cls(problem.mask_mode, options.pos_encoding, has_window, options.logits_soft_cap)
+
+
+NO_SECOND = SecondShape()
 
 
 class ModuleKey(NamedTuple):
@@ -25,11 +44,23 @@ class ModuleKey(NamedTuple):
     choice: KernelChoice
     paged: bool
     mask_mode: str
-    mask_mode_second: str
     sliding_window: bool
+    second: SecondShape = NO_SECOND
     sinks: bool = False
     head_scales: bool = False
     device_lengths: bool = False
+
+    def with_options(self, sinks: bool, window: bool, head_scales: bool) -> ModuleKey:
+        """The module that also has what a run adds."""
+        second = self.second
+        if window and self.choice.tile_q_second:
+            second = second._replace(sliding_window=True)
+        return self._replace(
+            sliding_window=self.sliding_window or window,
+            second=second,
+            sinks=sinks,
+            head_scales=head_scales,
+        )
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - keys are few and small
     def config(self) -> AttentionConfig:
@@ -49,7 +80,10 @@ class ModuleKey(NamedTuple):
             logits_soft_cap=options.logits_soft_cap,
             sinks=self.sinks,
             tile_q_second=choice.tile_q_second,
-            mask_mode_second=self.mask_mode_second,
+            mask_mode_second=self.second.mask_mode,
+            pos_encoding_second=self.second.pos_encoding,
+            sliding_window_second=self.second.sliding_window,
+            logits_soft_cap_second=self.second.logits_soft_cap,
             custom_variant=options.variant is not None,
             backend=choice.backend,
             head_scales=self.head_scales,

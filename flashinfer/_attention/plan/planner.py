@@ -321,9 +321,11 @@ def bind(
         is_hnd = second.spec.kv_layout == "HND"
         module.bind_second(launch, layout, second.tensors.kv_indices, is_hnd, rows)
         mask = mask or second.tensors.mask
-    if spec.logits_soft_cap > 0.0 or spec.pos_encoding_mode != "NONE":
-        slopes = tensors.alibi_slopes
-        module.options(launch, spec.logits_soft_cap, spec.rope_scale, spec.rope_theta, slopes)
+    for kind, part in enumerate((problem,) if second is None else (problem, second)):
+        own, slopes = part.spec, part.tensors.alibi_slopes
+        if own.logits_soft_cap > 0.0 or own.pos_encoding_mode != "NONE":
+            numbers = (own.logits_soft_cap, own.rope_scale, own.rope_theta)
+            module.options(launch, kind, *numbers, slopes)
     if isinstance(mask, CustomMask):
         module.mask(launch, mask.bits, mask.indptr)
     elif isinstance(mask, ItemScoring):

@@ -33,11 +33,12 @@ from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Reques
 from .base import Cache, Result, SpecArguments, results_of, split_cache
 from .two_parts import (
     Parts,
-    SharedOptions,
+    RunOptions,
     TwoPartWrapper,
-    check_shared_options,
+    check_planned_options,
     errors_of_part,
     mask_of_part,
+    with_run_options,
 )
 
 
@@ -46,17 +47,17 @@ class PartOptions(NamedTuple):
 
     kv_layout: str
     causal: bool
-    shared: SharedOptions
+    others: RunOptions
 
 
 def _reader(part: str) -> Callable[[Mapping[str, Any]], PartOptions]:
     """Reads the options of a part from the arguments of a run by their names."""
-    names = ("kv_layout", "causal", *SharedOptions._fields)
+    names = ("kv_layout", "causal", *RunOptions._fields)
     get = operator.itemgetter(*(f"{name}_{part}" for name in names))
 
     def read(call: Mapping[str, Any]) -> PartOptions:
-        kv_layout, causal, *shared = get(call)
-        return PartOptions(kv_layout, causal, SharedOptions(*shared))
+        kv_layout, causal, *others = get(call)
+        return PartOptions(kv_layout, causal, RunOptions(*others))
 
     return read
 
@@ -163,7 +164,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         num_qo_heads, num_kv_heads, head_dim, page_size : int
             As there; heads are those of the prefill, too.
         pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
-            As there.
+            As there; `run` has those of the prefill.
         q_data_type, kv_data_type : str or torch.dtype, optional
             float16, bfloat16, float8_e4m3fn or float8_e5m2; that, or one of the latter two. Also
             of the prefill.
@@ -302,7 +303,8 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
             The wrapper's layout and the planned options; the defaults mean the same.
         pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p
-            As planned for the batch: one kernel computes both. Their defaults are those of `plan`.
+            Options of the prefill, whatever those of the batch: as for
+            ``single_prefill_with_kv_cache``.
         q_scale, k_scale, v_scale : float or torch.Tensor, optional
             Scales of quantised tensors of the decoding part: the first two multiply its logits, the
             last its outputs. On the device, float32, one number or a value per head.
@@ -369,7 +371,7 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
             raise ValueError(
                 f"`kv_layout_d` must be the wrapper's {planned!r}, got {decode.kv_layout!r}"
             )
-        check_shared_options(base.spec, prefill.shared, decode.shared)
+        check_planned_options(base.spec, decode.others, "d")
         first, second = self._prefill_problem(base, call["q_p"], call["k_p"], prefill), base
         mask, packed = call["custom_mask_p"], call["packed_custom_mask_p"]
         first = mask_of_part(first, "p", mask, packed, self.device)
@@ -391,6 +393,9 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
             pages = torch.arange(2 * num_pages, dtype=torch.int32, device=self.device)
             self._pages.append(pages)  # a captured graph may read the shorter ones
         causal = check_flag("causal_p", options.causal)
+        spec = with_run_options(base.spec, options.others, "p")
+        spec = dataclasses.replace(spec, causal=causal, kv_layout=options.kv_layout)
+        slopes = self._alibi_slopes(spec)
         requests = base.requests._replace(
             argument_names=ArgumentNames.POD_PREFILL,
             qo_indptr=_int32(0, q.shape[0]),
@@ -398,12 +403,10 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
             kv_len=_int32(kv_len),
             last_page_len=None,
             causal=causal,
+            window_left=spec.window_left,
         )
-        return AttentionProblem(
-            dataclasses.replace(base.spec, causal=causal, kv_layout=options.kv_layout),
-            requests,
-            base.tensors._replace(kv_indices=self._pages[-1], rows_as_pages=True),
-        )
+        tensors = PlanTensors(kv_indices=self._pages[-1], alibi_slopes=slopes, rows_as_pages=True)
+        return AttentionProblem(spec, requests, tensors)
 
     def _plan_run(self, problems: Parts) -> None:
         capacity = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,8 +32,8 @@ Scales = tuple[Any, Any, Any]
 """Of queries, keys and values of a part, as a caller of ``run`` gives them."""
 
 
-class SharedOptions(NamedTuple):
-    """Options that both parts have in common, as a caller of ``run`` repeats them for one."""
+class RunOptions(NamedTuple):
+    """Options of a part, as a caller of ``run`` gives them."""
 
     pos_encoding_mode: Any = "NONE"
     window_left: Any = -1
@@ -138,23 +139,25 @@ class TwoPartWrapper(AttentionWrapper):
     ) -> tuple[Any, Any]:
         """`first`, `second`: q, k and v of either part; `scales`: of these."""
         assert self._problems is not None
-        spec = self._problems[0].spec
-        factor, v_factors, head_scales = _scales_of_parts(spec, scales, self.device)
+        specs = [problem.spec for problem in self._problems]
+        factors, head_scales = _scales_of_parts(specs[0], scales, self.device)
         results = [
-            _empty_results(name, q, spec, lse)
+            _empty_results(name, q, specs[0], lse)
             for name, (q, _, _), lse in zip(
                 ("q_p", "q_d"), (first, second), return_lse, strict=True
             )
         ]
-        self._executor.set_second(*second, *results[1], v_factors[1])
+        numbers: list[dict[str, Any]] = [
+            {
+                "sm_scale": spec.sm_scale * logits,
+                "v_scale": outputs,
+                "window_left": spec.window_left,
+            }
+            for spec, (logits, outputs) in zip(specs, factors, strict=True)
+        ]
+        self._executor.set_second(*second, *results[1], **numbers[1])
         self._executor.run(
-            *first,
-            *results[0],
-            sm_scale=spec.sm_scale * factor,
-            v_scale=v_factors[0],
-            window_left=spec.window_left,
-            enable_pdl=enable_pdl,
-            head_scales=head_scales,
+            *first, *results[0], **numbers[0], enable_pdl=enable_pdl, head_scales=head_scales
         )
         out_p, out_d = (
             (out, lse) if wanted else out
@@ -165,33 +168,17 @@ class TwoPartWrapper(AttentionWrapper):
 
 def _scales_of_parts(
     spec: AttentionSpec, scales: tuple[Scales, Scales], device: torch.device
-) -> tuple[float, tuple[float, float], Sequence[HeadScales]]:
-    """Factor of all logits, factors of each part's outputs, and each part's further ones."""
+) -> tuple[list[tuple[float, float]], Sequence[HeadScales]]:
+    """Factors of each part's logits and of its outputs, and each part's tensors of scales."""
     heads = (spec.num_qo_heads, spec.num_kv_heads)
-    suffixes = ("_p", "")
-    logits, outputs, of_heads = zip(
-        *(
-            split_scales(
-                device,
-                *heads,
-                *of_part,
-                names=(f"q_scale{suffix}", f"k_scale{suffix}", f"v_scale{suffix}"),
-            )
-            for of_part, suffix in zip(scales, suffixes, strict=True)
-        ),
-        strict=True,
-    )
+    factors, of_heads = [], []
+    for of_part, suffix in zip(scales, ("_p", ""), strict=True):
+        names = (f"q_scale{suffix}", f"k_scale{suffix}", f"v_scale{suffix}")
+        logits, outputs, found = split_scales(device, *heads, *of_part, names=names)
+        factors.append((logits, outputs))
+        of_heads.append(found)
     parts = [found[0] if found else HeadScales() for found in of_heads]
-    if logits[0] == logits[1]:
-        return logits[0], outputs, parts if any(of_heads) else ()
-    for factor, suffix in zip(logits, suffixes, strict=True):
-        if factor < 0.0:
-            raise ValueError(
-                f"`q_scale{suffix}` times `k_scale{suffix}` must not be negative where the other "
-                f"part's product is another, got {factor}"
-            )
-    both = zip(parts, logits, strict=True)
-    return 1.0, outputs, [part._replace(logits=factor) for part, factor in both]
+    return factors, parts if any(of_heads) else ()
 
 
 def _empty_results(
@@ -204,33 +191,40 @@ def _empty_results(
     return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None
 
 
-def check_shared_options(
-    spec: AttentionSpec, prefill: SharedOptions, decode: SharedOptions
-) -> None:
-    """Refuse options of run() that are not those of plan(): one kernel computes both parts.
+def with_run_options(spec: AttentionSpec, options: RunOptions, part: str) -> AttentionSpec:
+    """The options of a part of a run.
 
     Raises
     ------
     TypeError, ValueError
-        If an option differs; the message names it. Options of the decoding part may be left at
-        their defaults.
+        If one is not as it should be; the message names it.
     """
-    defaults = SharedOptions()._asdict()
-    for part, options in (("p", prefill), ("d", decode)):
-        for name, value in options._asdict().items():
-            if part == "d" and value == defaults[name]:
-                continue
-            want = getattr(spec, name)
-            with errors_of_part(name, part):
-                found = _checked_option(name, value, spec.head_dim_qk)
-            same = found == want or (
-                isinstance(want, float) and math.isclose(found, want, rel_tol=1e-6)
-            )
-            if not same:
-                raise ValueError(
-                    f"`{name}_{part}` must be the {want!r} of plan(), since one kernel computes "
-                    f"both parts, got {found!r}"
-                )
+    checked = {
+        name: _checked_option(name, value, spec.head_dim_qk, part)
+        for name, value in options._asdict().items()
+    }
+    return dataclasses.replace(spec, **checked)
+
+
+def check_planned_options(spec: AttentionSpec, options: RunOptions, part: str) -> None:
+    """Refuse options of run() that are not those of plan(), unless left at their defaults.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is another; the message names it.
+    """
+    defaults = RunOptions()._asdict()
+    for name, value in options._asdict().items():
+        if value == defaults[name]:
+            continue
+        want = getattr(spec, name)
+        found = _checked_option(name, value, spec.head_dim_qk, part)
+        same = found == want or (
+            isinstance(want, float) and math.isclose(found, want, rel_tol=1e-6)
+        )
+        if not same:
+            raise ValueError(f"`{name}_{part}` must be the {want!r} of plan(), got {found!r}")
 
 
 @contextlib.contextmanager
@@ -243,14 +237,15 @@ def errors_of_part(name: str, part: str) -> Iterator[None]:
         raise type(error)(text) from None
 
 
-def _checked_option(name: str, value: Any, head_dim: int) -> Any:
-    if name == "pos_encoding_mode":
-        return check_pos_encoding(value)
-    if name == "window_left":
-        return check_window(value)
-    if name == "sm_scale":
-        return logits_scale(value, head_dim)
-    return positive(name, value, 1.0 if name == "rope_scale" else 1e4)
+def _checked_option(name: str, value: Any, head_dim: int, part: str) -> Any:
+    with errors_of_part(name, part):
+        if name == "pos_encoding_mode":
+            return check_pos_encoding(value)
+        if name == "window_left":
+            return check_window(value)
+        if name == "sm_scale":
+            return logits_scale(value, head_dim)
+        return positive(name, value, 1.0 if name == "rope_scale" else 1e4)
 
 
 def mask_of_part(

@@ -53,8 +53,10 @@ class AttentionConfig(ModuleConfig):
         Whether warps record what they do, and when.
     tile_q_second : int
         Tile of the work items of kind 1 in launches of two shapes, of ``TILES_SECOND``; 0 without.
-    mask_mode_second : str
-        Mask of these.
+    mask_mode_second, pos_encoding_second : str
+        Mask and positional encoding of these.
+    sliding_window_second, logits_soft_cap_second : bool
+        Whether these have the option; sinks and scales of heads both kinds have, or neither.
     custom_variant : bool
         Whether rendered headers replace the built-in variant.
     backend : str
@@ -80,6 +82,9 @@ class AttentionConfig(ModuleConfig):
     sinks: bool = False
     tile_q_second: int = 0
     mask_mode_second: str = "none"
+    pos_encoding_second: str = "none"
+    sliding_window_second: bool = False
+    logits_soft_cap_second: bool = False
     custom_variant: bool = False
     backend: str = "fa2"
     head_scales: bool = False
@@ -95,14 +100,14 @@ class AttentionConfig(ModuleConfig):
             _check_packed_head_dims(self.head_dim_qk, self.head_dim_vo)
         _check("tile_q_second", self.tile_q_second, (0, *TILES_SECOND))
         _check("mask_mode", self.mask_mode, MASK_MODES)
-        modes = MASK_MODES if self.tile_q_second else ("none",)
-        _check("mask_mode_second", self.mask_mode_second, modes)
         _check("pos_encoding_mode", self.pos_encoding, POS_ENCODINGS)
-        if self.pos_encoding == "rope_llama" and self.dtype_kv not in FLOAT16:
+        self._check_second()
+        encodings = (self.pos_encoding, self.pos_encoding_second)
+        if "rope_llama" in encodings and self.dtype_kv == PACKED_FLOAT4:
             raise ValueError(
                 "`pos_encoding_mode` must not be ROPE_LLAMA with `kv_data_type` "
-                f"{torch_name(self.dtype_kv)}: its bits cannot hold rotated keys; rotate them "
-                "before they are appended to the cache"
+                f"{torch_name(self.dtype_kv)} (4 bits): rotate keys before they are appended to "
+                "the cache"
             )
         if self.custom_variant and self.dtype_kv == PACKED_FLOAT4:
             raise ValueError(
@@ -125,6 +130,16 @@ class AttentionConfig(ModuleConfig):
             raise ValueError(
                 "`use_profiler` must be False with `jit_args` and with lengths on the device"
             )
+
+    def _check_second(self) -> None:
+        """Refuse options of a second shape that are unknown, or that there is no shape for."""
+        has_second = self.tile_q_second > 0
+        modes, encodings = (MASK_MODES, POS_ENCODINGS) if has_second else (("none",), ("none",))
+        _check("mask_mode_second", self.mask_mode_second, modes)
+        _check("pos_encoding_second", self.pos_encoding_second, encodings)
+        flags = (False, True) if has_second else (False,)
+        _check("sliding_window_second", self.sliding_window_second, flags)
+        _check("logits_soft_cap_second", self.logits_soft_cap_second, flags)
 
     @property
     def majors(self) -> tuple[int, ...]:
@@ -151,6 +166,10 @@ class AttentionConfig(ModuleConfig):
         parts += [option for option in options if getattr(self, option)]
         if self.tile_q_second:
             parts.append(f"second{self.tile_q_second}_{self.mask_mode_second}")
+            if self.pos_encoding_second != "none":
+                parts.append(self.pos_encoding_second)
+            flags = ("sliding_window_second", "logits_soft_cap_second")
+            parts += [flag for flag in flags if getattr(self, flag)]
         if self.backend != "fa2":
             parts.append(self.backend)
         return "_".join(parts)

@@ -194,7 +194,7 @@ def gen_batch_attention_module(
         raise TypeError(f"`use_profiler` must be a bool, got {type(use_profiler).__name__}")
     types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim_qk, head_dim_vo)
     options = (pos_encoding_mode, False, use_logits_soft_cap)
-    config = _two_shapes(types, head_dims, options, "causal")
+    config = _two_shapes(types, head_dims, options, options, "causal")
     return gen_attention_module(dataclasses.replace(config, profiled=use_profiler))
 
 
@@ -212,12 +212,13 @@ def gen_pod_module(
     use_sliding_window_d: bool,
     use_logits_soft_cap_d: bool,
 ) -> JitSpec:
-    """The module of ``PODWithPagedKVCacheWrapper``; both halves have the same options."""
+    """The module of ``PODWithPagedKVCacheWrapper``; what prefills and what decodes have options
+    of their own."""
     _check(dtype_idx, use_fp16_qk_reduction=use_fp16_qk_reduction)
-    options = (pos_encoding_mode_p, use_sliding_window_p, use_logits_soft_cap_p)
-    _check_same_options(options, (pos_encoding_mode_d, use_sliding_window_d, use_logits_soft_cap_d))
-    types = (dtype_q, dtype_kv, dtype_o)
-    return gen_attention_module(_two_shapes(types, (head_dim, head_dim), options, "none"))
+    types, head_dims = (dtype_q, dtype_kv, dtype_o), (head_dim, head_dim)
+    prefill = (pos_encoding_mode_p, use_sliding_window_p, use_logits_soft_cap_p)
+    decode = (pos_encoding_mode_d, use_sliding_window_d, use_logits_soft_cap_d)
+    return gen_attention_module(_two_shapes(types, head_dims, prefill, decode, "none"))
 
 
 def gen_batch_pod_module(
@@ -254,19 +255,22 @@ def gen_batch_pod_module(
 def _two_shapes(
     types: tuple[torch.dtype, torch.dtype, torch.dtype],
     head_dims: tuple[int, int],
-    options: tuple[int, bool, bool],
+    first: tuple[int, bool, bool],
+    second: tuple[int, bool, bool],
     mask_second: str,
 ) -> AttentionConfig:
+    pos_encoding_mode, use_sliding_window, use_logits_soft_cap = second
     return _config(
-        types, head_dims, *options, paged=True, tile_q_second=16, mask_mode_second=mask_second
+        types,
+        head_dims,
+        *first,
+        paged=True,
+        tile_q_second=16,
+        mask_mode_second=mask_second,
+        pos_encoding_second=pos_encoding_name(pos_encoding_mode),
+        sliding_window_second=use_sliding_window,
+        logits_soft_cap_second=use_logits_soft_cap,
     )
-
-
-def _check_same_options(prefill: tuple[Any, ...], decode: tuple[Any, ...]) -> None:
-    names = ("pos_encoding_mode", "use_sliding_window", "use_logits_soft_cap")
-    for name, p, d in zip(names, prefill, decode, strict=True):
-        if p != d:
-            raise ValueError(f"`{name}_d` must be `{name}_p`, {p!r}, got {d!r}")
 
 
 # --- Users' variants ----------------------------------------------------------------------------

@@ -35,6 +35,8 @@ from .attention_arguments import (
 from .attention_reference import _paged_attention_reference, _single_attention_reference
 
 Arguments = Mapping[str, Any]
+_OWN = ("window_left", "pos_encoding_mode", "rope_scale", "rope_theta")
+"""Options that each part of a `PODWithPagedKVCacheWrapper.run` has for itself."""
 
 
 def _pod_reference(
@@ -56,6 +58,10 @@ def _pod_reference(
     pos_encoding_mode: str = "NONE",
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
+    window_left_d: int = -1,
+    pos_encoding_mode_d: str = "NONE",
+    rope_scale_d: float = 1.0,
+    rope_theta_d: float = 1e4,
     custom_mask_p: torch.Tensor | None = None,
     custom_mask_d: torch.Tensor | None = None,
     return_lse_p: bool = False,
@@ -68,30 +74,27 @@ def _pod_reference(
     v_head_scale_d: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """o_p = softmax(sm_scale q_p k_p^T + mask) v_p v_scale_p of one request, and o_d likewise of
-    each request of a batch with one query each, whose keys are in pages, with sm_scale_d and
-    v_scale.
+    each request of a batch with one query each, whose keys are in pages, with the options that end
+    in _d and v_scale.
 
     Source: as attention_reference.py states; A. K. Kamath et al., "POD-Attention: Unlocking Full
     Prefill-Decode Overlap for Faster LLM Inference", 2025.
     """
-    options: dict[str, Any] = {
-        "window_left": window_left,
-        "pos_encoding_mode": pos_encoding_mode,
-        "rope_scale": rope_scale,
-        "rope_theta": rope_theta,
-    }
     o_p, lse_p = _single_attention_reference(
         q_p,
         k_p,
         v_p,
         sm_scale=sm_scale,
+        window_left=window_left,
+        pos_encoding_mode=pos_encoding_mode,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
         v_scale=v_scale_p,
         causal=causal_p,
         custom_mask=custom_mask_p,
         q_head_scale=q_head_scale_p,
         k_head_scale=k_head_scale_p,
         v_head_scale=v_head_scale_p,
-        **options,
     )
     table = (kv_indptr_d, kv_indices_d, kv_last_page_len_d)
     o_d, lse_d = _paged_attention_reference(
@@ -100,12 +103,15 @@ def _pod_reference(
         v_cache_d,
         *table,
         sm_scale=sm_scale_d,
+        window_left=window_left_d,
+        pos_encoding_mode=pos_encoding_mode_d,
+        rope_scale=rope_scale_d,
+        rope_theta=rope_theta_d,
         v_scale=v_scale,
         q_head_scale=q_head_scale_d,
         k_head_scale=k_head_scale_d,
         v_head_scale=v_head_scale_d,
         custom_mask=custom_mask_d,
-        **options,
     )
     prefill = (o_p, lse_p) if return_lse_p else (o_p,)
     return (*prefill, o_d, lse_d) if return_lse_d else (*prefill, o_d)
@@ -214,23 +220,18 @@ def _checked(part: str, problem: Any, q: Any, k: Any, v: Any) -> None:
         raise ValueError(re.sub(r"^`(\w+)`", rf"`\1_{part}`", str(error))) from None
 
 
-def _shared(problem: Any, run: Arguments, device: torch.device) -> dict[str, Any]:
-    """Options that both parts have, and the scales of each."""
-    inputs = problem_arguments(problem, run, device, (1.0, 1.0))
-    names = ("window_left", "pos_encoding_mode", "rope_scale", "rope_theta", "o_dtype")
-    kept = {name: inputs[name] for name in names if name in inputs}
-    factors = {}
-    for part, suffix, logits in (("p", "_p", "sm_scale"), ("d", "", "sm_scale_d")):
+def _options(problems: tuple[Any, Any], run: Arguments, device: torch.device) -> dict[str, Any]:
+    """Options of the prefill, and the scales of both parts."""
+    inputs = problem_arguments(problems[0], run, device, (1.0, 1.0))
+    kept = {name: inputs[name] for name in (*_OWN, "o_dtype") if name in inputs}
+    of_parts = (("p", "_p", "sm_scale"), ("d", "", "sm_scale_d"))
+    for problem, (part, suffix, logits) in zip(problems, of_parts, strict=True):
         scales = {f"{name}{suffix}": run.get(f"{name}{suffix}") for name in _SCALES}
         q, heads = run[f"q_{part}"], problem.spec.num_kv_heads
         factor, v_scale, of_heads = _split_scales(scales, q, heads)
-        factors[f"k_scale{suffix}"] = factor
         kept[logits] = problem.spec.sm_scale * factor
         kept |= _in_use(**{f"v_scale{suffix}": (v_scale, 1.0)})
         kept |= {f"{name}_{part}": scale for name, scale in of_heads.items()}
-    least = min(factors, key=lambda name: factors[name])
-    if factors[least] < 0.0 and len(set(factors.values())) == 2:
-        raise ValueError(f"`{least}` must not be negative for one part, got {factors[least]}")
     return kept | {"enable_pdl": run.get("enable_pdl")}
 
 
@@ -256,8 +257,9 @@ def _gather_pod(run: Arguments) -> dict[str, Any]:
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"`v_p` must have {k.shape[0]} tokens as `k_p` has, got {v.shape[0]}")
     _checked("p", prefill, q, k, v)
-    own = problem_arguments(prefill, run, q.device, (1.0, 1.0))
+    own, others = (problem_arguments(of, run, q.device, (1.0, 1.0)) for of in (prefill, decode))
     second = _paged_part("d", decode, run)
+    second |= {f"{name}_d": others[name] for name in _OWN if name in others}
     del second["qo_indptr_d"]  # one query each
     return {
         "q_p": q,
@@ -268,7 +270,7 @@ def _gather_pod(run: Arguments) -> dict[str, Any]:
         "custom_mask_p": own.get("custom_mask"),
         "return_lse_p": run.get("return_lse_p", False),
         "return_lse_d": run.get("return_lse_d", False),
-        **_shared(prefill, run, q.device),
+        **_options((prefill, decode), run, q.device),
     }
 
 
@@ -279,7 +281,7 @@ def _gather_batch_pod(run: Arguments) -> dict[str, Any]:
         **_paged_part("d", decode, run),
         "causal_p": prefill.spec.causal and prefill.mask_mode != "custom",
         "return_lse": run.get("return_lse", False),
-        **_shared(prefill, run, run["q_p"].device),
+        **_options((prefill, decode), run, run["q_p"].device),
     }
 
 
@@ -295,6 +297,7 @@ _SCALARS: dict[str, Value] = {
     "rope_scale": Scalar("float32", optional=True, above=0, description="Divides positions."),
     "rope_theta": Scalar("float32", optional=True, above=0, description="Base of frequencies."),
 }
+_DECODE_SCALARS = {f"{name}_d": _SCALARS[name] for name in _OWN if name in _SCALARS}
 _PART_SCALES: dict[str, Value] = {
     f"{name}_{part}": scale for part in "pd" for name, scale in _HEAD_SCALES.items()
 }
@@ -390,6 +393,7 @@ def _pod_template(lse: tuple[bool, bool]) -> TraceTemplate:
             **_cache("d"),
             **_table("d"),
             **_SCALARS,
+            **_DECODE_SCALARS,
             **_PART_SCALES,
             "custom_mask_p": _mask("p"),
             "custom_mask_d": _mask("d"),
@@ -399,6 +403,7 @@ def _pod_template(lse: tuple[bool, bool]) -> TraceTemplate:
         options={
             "causal_p": (False, True),
             "pos_encoding_mode": POS_ENCODINGS,
+            "pos_encoding_mode_d": POS_ENCODINGS,
             "return_lse_p": (lse[0],),
             "return_lse_d": (lse[1],),
         },

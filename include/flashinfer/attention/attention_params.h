@@ -102,7 +102,14 @@ struct AttentionParams {
   FastDivisor num_kv_heads;
   FastDivisor group_size;  // num_qo_heads / num_kv_heads
   FastDivisor page_size;
-  static constexpr bool kReadsLengths = false, kProfiled = false;
+  static constexpr bool kReadsLengths = false, kProfiled = false, kHasSecondVariant = false;
+};
+
+// For launches of two tile shapes: items of kind 1 have options of their own.
+template <typename Variant_, typename Second>
+struct TwoShapeAttentionParams : AttentionParams<Variant_> {
+  Second second_variant;
+  static constexpr bool kHasSecondVariant = true;
 };
 
 // For launches that read lengths in device memory instead of items and merges.
@@ -112,9 +119,9 @@ struct LengthsAttentionParams : AttentionParams<Variant_> {
   static constexpr bool kReadsLengths = true;
 };
 
-// For launches that record their events.
-template <typename Variant_>
-struct ProfiledAttentionParams : AttentionParams<Variant_> {
+// For launches that record their events; `Base`: of one shape or of two.
+template <typename Base>
+struct ProfiledAttentionParams : Base {
   uint64_t* profile;  // buffer of profiler.cuh
   uint32_t profile_words;
   static constexpr bool kProfiled = true;

@@ -13,7 +13,7 @@ class RowWriter {
   using Tile = typename Traits::Tile;
   using O = typename Tile::O;
   using Variant = typename Traits::Variant;
-  using View = RequestParams<typename Params::Variant>;
+  using View = RequestParams<OptionsOf<Traits::kKind, Params>>;
 
   __device__ __forceinline__ RowWriter(const Params& params, const AttentionTensors& tensors,
                                        const WorkItem& item, uint32_t kv_head, int num_rows,

@@ -25,7 +25,7 @@ class TileRows {
 
  public:
   using Variant = typename Traits::Variant;
-  using View = RequestParams<typename Params::Variant>;
+  using View = RequestParams<OptionsOf<Traits::kKind, Params>>;
   // Whether a soft cap of visible tiles is left to those who make the weights.
   static constexpr bool kCapsWeights = Variant::kCapsLogits && Tile::kCapsWeights;
 
@@ -36,7 +36,7 @@ class TileRows {
         item_(item),
         kv_head_(kv_head),
         kv_end_(item.kv_end),
-        view(params.variant, item.qo_len, item.kv_len),
+        view(options_of<Traits::kKind>(params), item.qo_len, item.kv_len),
         variant(view, item.request, reinterpret_cast<uint8_t*>(shared)) {}
 
   __device__ __forceinline__ void begin(WarpState<Tile>& state) {
@@ -48,7 +48,8 @@ class TileRows {
         state.sum[i][h] = 0.f;
         const int packed = item_.row_begin + thread_row<Tile>(i, h);
         rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
-            item_, packed, params_.group_size, kv_head_, params_.variant.window_left);
+            item_, packed, params_.group_size, kv_head_,
+            options_of<Traits::kKind>(params_).window_left);
         if constexpr (Variant::kHasHeadScales) {
           const HeadScales& scales = params_.tensors[item_.kind].head_scales;
           // Rows after the tile's end may have heads after the last head.
@@ -65,8 +66,7 @@ class TileRows {
     }
   }
 
-  // Finishes the sums after the last key: a row's sum is spread over the lanes that hold its
-  // tokens.
+  // Finishes the sums after the last key: the lanes that hold a row's tokens have parts of its sum.
   __device__ __forceinline__ static void end(WarpState<Tile>& state) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/attention/math.cuh>
 
@@ -103,6 +104,18 @@ struct RequestParams : Params {
   __device__ __forceinline__ uint32_t get_qo_len(uint32_t) const { return qo_len; }
   __device__ __forceinline__ uint32_t get_kv_len(uint32_t) const { return kv_len; }
 };
+
+// The options of items of kind `kKind`, and their type.
+template <int kKind, typename Params>
+__device__ __forceinline__ const auto& options_of(const Params& params) {
+  if constexpr (kKind == 1 && Params::kHasSecondVariant) {
+    return params.second_variant;
+  } else {
+    return params.variant;
+  }
+}
+template <int kKind, typename Params>
+using OptionsOf = std::decay_t<decltype(options_of<kKind>(*static_cast<const Params*>(nullptr)))>;
 
 // Implements the built-in options. `kSoftCap`: logits <- c * tanh(logits / c). `kAlibi`: logits +
 // slope * (kv - qo position). `kSinks`: one more logit per head in the denominator, without a

@@ -30,9 +30,9 @@
 
 namespace flashinfer {
 
-// Compile-time parameters of one tile shape of a launch.
+// Compile-time parameters of one tile shape of a launch, that of items of kind `kKind`.
 template <typename Tile_, typename Variant_, bool kPaged_, MaskMode kMask_, bool kWindow_,
-          bool kRotate_>
+          bool kRotate_, int kKind_ = 0>
 struct AttentionTraits {
   using Tile = Tile_;
   using Variant = Variant_;
@@ -40,9 +40,9 @@ struct AttentionTraits {
   static constexpr MaskMode kMask = kMask_;
   static constexpr bool kWindow = kWindow_;
   static constexpr bool kRotate = kRotate_;
+  static constexpr int kKind = kKind_;
   static constexpr bool kTransformK = kRotate || Variant::kHasKeyTransform;
-  static_assert(!kTransformK || !Tile::kConvertsKeys,
-                "keys of few bits cannot be rotated in place");
+  static_assert(!kTransformK || !Tile::kKeysAre4Bit, "there is no place for wider keys of 4 bits");
 };
 
 // Computes one work item in one CTA.
@@ -106,7 +106,7 @@ class TileWorker {
       synchronize();
       convert_query<Tile, Traits::kRotate>(item_, params_.group_size, rows_.variant, rows_.view,
                                            shared_, row_scale_);
-    } else if (Variant::kNegatesQuery && params_.variant.sm_scale < 0.f) {
+    } else if (Variant::kNegatesQuery && options_of<Traits::kKind>(params_).sm_scale < 0.f) {
       constexpr int kRows = Tile::kTileQ / kAttentionWarps;
       __syncwarp();
       negate_query<Tile, kRows>(shared_ + threadIdx.x / 32 * kRows * Tile::kPitchQ);
@@ -172,7 +172,10 @@ class TileWorker {
 
     const int warp_row = Tile::kSplitKV ? threadIdx.x / 32 * Tile::kWarpTokens : 0;
     const int warp_token = warp_row / Tile::kWarpTokens / Tile::kColumnWarps * Tile::kWarpTokens;
-    const uint32_t warp_k = shared_k + warp_row * Tile::RowsK::kPitch;
+    char* const wide_k =
+        shared_ + Tile::kPlaceOfWideK + warp_row * Tile::ProductRowsK::kPitch;  // one tile's
+    const uint32_t warp_k =
+        Tile::kWidensKeys ? ptx::shared_address(wide_k) : shared_k + warp_row * Tile::RowsK::kPitch;
     const uint32_t warp_v = shared_k + kStages * Tile::kBytesK + warp_row * Tile::RowsV::kPitch;
     const char* const scales = stages_ + kStages * (Tile::kBytesK + Tile::kBytesV);
     int stage = 0;
@@ -185,13 +188,14 @@ class TileWorker {
       const int first_token = item_.kv_begin + tile * Tile::kTokens + warp_token;
       if constexpr (Traits::kTransformK) {
         constexpr int kThreads = Tile::kSplitKV ? 32 : kAttentionThreads;
-        transform_keys<Tile, Traits::kRotate>(
-            stages_ + stage * Tile::kBytesK + warp_row * Tile::RowsK::kPitch, first_token,
-            Tile::kWarpKV, threadIdx.x % kThreads, kThreads, rows_.variant, rows_.view);
+        char* const rows_k = stages_ + stage * Tile::kBytesK + warp_row * Tile::RowsK::kPitch;
+        transform_keys<Tile, Traits::kRotate>(rows_k, Tile::kWidensKeys ? wide_k : rows_k,
+                                              first_token, Tile::kWarpKV, threadIdx.x % kThreads,
+                                              kThreads, rows_.variant, rows_.view);
         synchronize();
       }
       if constexpr (kLocatesEarly) loader.locate_tile();
-      const uint32_t tile_k = warp_k + stage * Tile::kBytesK;
+      const uint32_t tile_k = warp_k + (Tile::kWidensKeys ? 0 : stage * Tile::kBytesK);
       const uint32_t tile_v = warp_v + stage * Tile::kBytesV;
       const char* const stage_scales = scales + stage * Tile::kBytesBlockScales;
       attend(query, tile_k, tile_v, first_token, stage_scales + warp_row * Tile::kScaleBytesK,

@@ -46,7 +46,7 @@ struct QueryFragments {
 template <typename Tile>
 __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragments<Tile>& query,
                                             uint32_t shared_k, int token_step, const char* scales) {
-  using RowsK = typename Tile::RowsK;
+  using RowsK = typename Tile::ProductRowsK;
   const int lane_idx = threadIdx.x % 32, first = token_step * 16;
   // Even and odd steps have separate sums, which halves the chain of dependent products.
   float sums[2][4] = {};
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_kq(float (&logits)[4], const QueryFragm
   const auto lane_k = [&](bool has_columns) {
     return shared_k + RowsK::offset(lane_idx % 16, has_columns ? lane_idx / 16 * 16 : 0);
   };
-  if constexpr (Tile::kKeysAre8Bit) {
+  if constexpr (Tile::kMultipliesKeysOf8Bits) {
 #pragma unroll
     for (int step = 0; step < Tile::kStepsQK; step += 2) {
       const bool has_second = step + 1 < Tile::kStepsQK;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
                                             uint32_t shared_q, const QueryFragments<Tile>& query,
                                             uint32_t shared_k, const char* scales) {
   using Mma = typename Tile::Mma;
-  using RowsK = typename Tile::RowsK;
+  using RowsK = typename Tile::ProductRowsK;
   const int lane_idx = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < Tile::kRowTiles; ++i) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void multiply_qk(float (&logits)[Tile::kRowTiles][Til
       }
     }
   };
-  if constexpr (Tile::kKeysAre8Bit) {
+  if constexpr (Tile::kMultipliesKeysOf8Bits) {
     // A matrix of 8 tokens by 16 bytes is a whole step for 8 tokens. One load covers two steps; the
     // last of an odd number of steps is loaded twice.
     const auto lane_k = [&](bool has_second) {

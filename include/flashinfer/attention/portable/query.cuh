@@ -5,6 +5,7 @@
 
 #include <flashinfer/attention/math.cuh>
 #include <flashinfer/attention/portable/loader.cuh>
+#include <flashinfer/common/float8.cuh>
 #include <flashinfer/common/vec.cuh>
 
 namespace flashinfer {
@@ -170,7 +171,7 @@ struct QueryRowValues {
     for (int pass = 0; pass < kPasses; ++pass) {
       const int chunk = pass * 32 + threadIdx.x % 32;
       if (chunk >= kChunks) continue;
-      if constexpr (Traits::kKeysAre8Bit) {
+      if constexpr (Traits::kMultipliesKeysOf8Bits) {
         const uint32_t pairs[4] = {rounded[pass].words[0].x, rounded[pass].words[0].y,
                                    rounded[pass].words[0].z, rounded[pass].words[0].w};
         char* const block = row_begin + chunk / 2 * 32;
@@ -214,8 +215,8 @@ __device__ __forceinline__ float query_scale(float largest, float unit, float* i
 
 // Rotates, transforms or converts the copied query rows in place, one warp per row: the warp that
 // multiplies the row, unless all warps do. For keys of few bits they become float16: rows of
-// bfloat16, and all for 4-bit keys, are scaled into its range, and `row_scale` receives the
-// inverse.
+// bfloat16, and all for keys of 4 bits or widened ones, are scaled into its range, and `row_scale`
+// receives the inverse.
 template <typename Traits, bool kRotate, typename Variant, typename Params>
 __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDivisor& group_size,
                                               const Variant& variant, const Params& params,
@@ -236,7 +237,7 @@ __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDi
         values.template transform<kRotate>(source, item, group_size, row, variant, params);
     float scale = 1.f;
     if constexpr (Traits::kScalesQuery) {
-      scale = query_scale(largest, Traits::kUnit, row_scale + row);
+      scale = query_scale(largest, Traits::kUnitK, row_scale + row);
     }
     values.round(flip ? -scale : scale);
     __syncwarp();  // all lanes have read the row
@@ -244,34 +245,48 @@ __device__ __forceinline__ void convert_query(const WorkItem& item, const FastDi
   }
 }
 
-// Rotates and transforms `num_rows` K rows of a tile in place, starting at `first_row`, with
-// `num_threads` threads. A thread keeps its columns, and with them the frequencies.
+// Eight elements of a K row as floats.
+template <typename KV>
+__device__ __forceinline__ void load_keys(float (&values)[8], const char* address) {
+  Vector<KV, 8> chunk;
+  chunk.load(reinterpret_cast<const KV*>(address));
+  if constexpr (dtype::kIsFloat8<KV>) {
+    Vector<dtype::float16, 8> wide;
+    uint4& pairs = wide.words[0];
+    float8_to_half2<KV>(chunk.words[0].x, pairs.x, pairs.y);
+    float8_to_half2<KV>(chunk.words[0].y, pairs.z, pairs.w);
+    wide.to_floats(values);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = chunk[j];
+  }
+}
+
+// Rotates and transforms `num_rows` K rows of a tile, of positions from `first_position` on, with
+// `num_threads` threads: in place, or from `shared` to `wide` what becomes 16 bits. A thread keeps
+// its columns, and with them the frequencies.
 template <typename Traits, bool kRotate, typename Variant, typename Params>
-__device__ __forceinline__ void transform_keys(char* shared, int first_position, int num_rows,
-                                               int thread_idx, int num_threads,
+__device__ __forceinline__ void transform_keys(char* shared, char* wide, int first_position,
+                                               int num_rows, int thread_idx, int num_threads,
                                                const Variant& variant, const Params& params) {
   using KV = typename Traits::KV;
-  using Rows = typename Traits::RowsK;
+  using Wide = typename Traits::Mma;
+  using Source = typename Traits::RowsK;
+  using Target = typename Traits::ProductRowsK;
   constexpr int kHalves = Traits::kHeadDimQK / 16;  // chunks of 8 elements in half a row
   constexpr int kLanes = next_power_of_two(kHalves);
-  constexpr int kHalfBytes = Traits::kHeadDimQK / 2 * static_cast<int>(sizeof(KV));
+  constexpr int kHalf = Traits::kHeadDimQK / 2, kSize = static_cast<int>(sizeof(KV));
   const int chunk = thread_idx % kLanes;
   if (chunk >= kHalves) return;
   const ChunkRotation rotation(chunk * 8, params);
 #pragma unroll 2
   for (int row = thread_idx / kLanes; row < num_rows; row += num_threads / kLanes) {
-    KV* const low_address = reinterpret_cast<KV*>(shared + Rows::offset(row, chunk * 16));
-    KV* const high_address =
-        reinterpret_cast<KV*>(shared + Rows::offset(row, kHalfBytes + chunk * 16));
-    Vector<KV, 8> low_chunk, high_chunk;
-    low_chunk.load(low_address);
-    high_chunk.load(high_address);
+    const auto target = [&](int column) {
+      return reinterpret_cast<Wide*>(wide + Target::offset(row, column * 2));
+    };
     float low[8], high[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      low[j] = low_chunk[j];
-      high[j] = high_chunk[j];
-    }
+    load_keys<KV>(low, shared + Source::offset(row, chunk * 8 * kSize));
+    load_keys<KV>(high, shared + Source::offset(row, (kHalf + chunk * 8) * kSize));
     if constexpr (kRotate) rotation.rotate(low, high, first_position + row);
     if constexpr (Variant::kHasKeyTransform) {
 #pragma unroll
@@ -280,10 +295,15 @@ __device__ __forceinline__ void transform_keys(char* shared, int first_position,
         high[j] = variant.KeyTransform(params, high[j]);
       }
     }
+    if constexpr (Traits::kUnitK != 1.f) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) low[j] *= 1.f / Traits::kUnitK, high[j] *= 1.f / Traits::kUnitK;
+    }
+    Vector<Wide, 8> low_chunk, high_chunk;
     low_chunk.from_floats(low);
     high_chunk.from_floats(high);
-    low_chunk.store(low_address);
-    high_chunk.store(high_address);
+    low_chunk.store(target(chunk * 8));
+    high_chunk.store(target(kHalf + chunk * 8));
   }
 }
 

@@ -32,7 +32,8 @@ namespace flashinfer {
 inline constexpr int kAttentionThreads = 128;
 inline constexpr int kAttentionWarps = kAttentionThreads / 32;
 
-// `kTransformsKeys`: K rows are transformed in shared memory, where a warp needs them whole.
+// `kTransformsKeys`: K rows are transformed in shared memory, where a warp needs them whole. Rows
+// of 8 bits have no room for what becomes of them: they are widened to a place of their own.
 template <typename Q_, typename KV_, typename O_, int kHeadDimQK_, int kHeadDimVO_, int kTileQ_,
           bool kTransformsKeys = false>
 struct TileTraits {
@@ -47,8 +48,15 @@ struct TileTraits {
   using Mma = std::conditional_t<kConvertsKeys, dtype::float16, KV>;
   static_assert(kConvertsKeys || std::is_same_v<Q, KV>, "16-bit q, k and v are of one type");
   static constexpr float kUnit = kKeysAre4Bit ? kE2m1Unit<Mma> : 1.f;  // that k and v leave out
-  static constexpr bool kScalesQuery =
-      kKeysAre4Bit || (kKeysAre8Bit && std::is_same_v<Q, dtype::bfloat16>);
+  static constexpr bool kWidensKeys = kTransformsKeys && kKeysAre8Bit;
+  static constexpr bool kMultipliesKeysOf8Bits = kKeysAre8Bit && !kWidensKeys;
+  // The largest e5m2 is that of float16, nearly, and a rotation makes numbers up to sqrt(2) times
+  // as large: rotated keys leave out a factor, and rows of queries are scaled.
+  template <typename T>
+  static constexpr bool kLeavesRange = kWidensKeys && std::is_same_v<T, dtype::float8_e5m2>;
+  static constexpr float kUnitK = kLeavesRange<KV> ? 2.f : kUnit;  // that k leaves out
+  static constexpr bool kScalesQuery = kKeysAre4Bit || kLeavesRange<KV> || kLeavesRange<Q> ||
+                                       (kKeysAre8Bit && std::is_same_v<Q, dtype::bfloat16>);
 
   static constexpr int kHeadDimQK = kHeadDimQK_;
   static constexpr int kHeadDimVO = kHeadDimVO_;
@@ -91,6 +99,8 @@ struct TileTraits {
   static constexpr int kRowBytesK = kWarpDimQK * kBits / 8, kRowBytesV = kWarpDimVO * kBits / 8;
   using RowsK = SharedRows<kRowBytesK>;
   using RowsV = SharedRows<kRowBytesV>;
+  // The rows of K that are multiplied.
+  using ProductRowsK = std::conditional_t<kWidensKeys, SharedRows<kWarpDimQK * 2>, RowsK>;
   static constexpr int kScaleBytesK = kKeysAre4Bit ? kWarpDimQK / 16 : 0;  // of a row
   static constexpr int kScaleBytesV = kKeysAre4Bit ? kWarpDimVO / 16 : 0;
   static_assert(kScaleBytesK % 4 == 0 && kScaleBytesV % 4 == 0, "4-bit heads: multiples of 64");
@@ -109,7 +119,9 @@ struct TileTraits {
       kSplitKV ? kTokenWarps * kTileQ * (kPitchExchange + 2) * 4 : 0;
   // Parts of the logits that warps which share tokens exchange, of two tiles in turn.
   static constexpr int kBytesLogits = kPairsWarps ? 2 * kAttentionThreads * kTokenTiles * 16 : 0;
-  static constexpr int kPlaceOfItem = kBytesQ + kBytesScale + kBytesLogits;
+  static constexpr int kBytesWideK = kWidensKeys ? kRows * ProductRowsK::kPitch : 0;  // of a tile
+  static constexpr int kPlaceOfWideK = kBytesQ + kBytesScale + kBytesLogits;
+  static constexpr int kPlaceOfItem = kPlaceOfWideK + kBytesWideK;
   static constexpr int kPlaceOfStages = kPlaceOfItem + (kSplitKV ? 128 : 0);
 
   // CTAs of an SM that registers leave room for: warps that unpack codes hide each other's waiting.
