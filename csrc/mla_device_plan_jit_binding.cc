@@ -119,6 +119,7 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   plan.page_size = static_cast<int32_t>(page_size);
   plan.causal = causal;
   plan.merges = true;
+  plan.made_on_device = true;
   if (num_units == 0) return int_bytes;
   const ffi::DeviceGuard guard(workspace);
   ffi::check_launch(mla_device_plan(params, ffi::resolve_pdl(enable_pdl, workspace),

@@ -22,10 +22,11 @@ constexpr int64_t kDimCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kDimKpe = FLASHINFER_CF
 // Sets the kernel's pointers into the workspaces.
 void bind(MlaParams& params, const MlaPlan& plan, const Tensor& ints, const Tensor& floats) {
   const MlaPlanLayout layout(plan.num_ctas);
-  const char* base = static_cast<const char*>(ints.data());
+  char* base = static_cast<char*>(ints.data());
   params.header = reinterpret_cast<const MlaPlanHeader*>(base);
   params.cta_begin = reinterpret_cast<const int32_t*>(base + layout.cta_begin_offset);
   params.merges = reinterpret_cast<const MlaMerge*>(base + layout.merges_offset);
+  params.counters = reinterpret_cast<MlaMergeCounters*>(base + layout.counters_offset);
   params.items = reinterpret_cast<const MlaWorkItem*>(base + layout.items_offset);
   params.partial_lse = static_cast<float*>(floats.data());
   params.partial_o = params.partial_lse + mla_most_slots(plan.num_ctas) * kMlaTileRows;
@@ -33,6 +34,7 @@ void bind(MlaParams& params, const MlaPlan& plan, const Tensor& ints, const Tens
   params.page_size = FastDivisor(static_cast<uint32_t>(plan.page_size));
   params.num_ctas = static_cast<uint32_t>(plan.num_ctas);
   params.causal = plan.causal;
+  params.plan_is_older = !plan.made_on_device;
 }
 
 // Events of the kernel go to `profile`.

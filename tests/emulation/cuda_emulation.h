@@ -183,6 +183,10 @@ inline T __ldg(const T* address) {
   return *address;
 }
 template <typename T>
+inline T __ldcg(const T* address) {
+  return *address;
+}
+template <typename T>
 inline T __ldcs(const T* address) {
   return *address;
 }

@@ -1,13 +1,16 @@
-// Random MLA problems through the planner, the portable or (EMULATION_NARROW) the narrow kernel and
-// the merge, emulated on the CPU, against a reference in double precision.
+// Random MLA problems through the planner, the portable, the wide (EMULATION_WIDE) or the narrow
+// kernel (EMULATION_NARROW) and the merge, emulated on the CPU, against a reference in double
+// precision.
 //
 //   mla_emulation <cases>
 //
 // Prints what is wrong with the first bad case and exits with 1.
 #include "cuda_emulation.h"
 // The order matters: the builtins come first.
-#ifdef EMULATION_NARROW
+#if defined(EMULATION_NARROW)
 #include "mla_narrow.cu"
+#elif defined(EMULATION_WIDE)
+#include "mla_sm90.cu"
 #else
 #include "mla_portable.cu"
 #endif
@@ -46,6 +49,7 @@ struct Matrix {
 struct Case {
   int heads, page_size, num_pages;
   bool causal, sinks;
+  bool has_many_parts;  // one long request for many CTAs
   std::vector<MlaRequest> requests;
   std::vector<int32_t> indices;
   int tokens = 0;
@@ -55,11 +59,13 @@ struct Case {
     page_size = random.one_in(2) ? 1 << random.integer(0, 6) : random.integer(1, 40);
     causal = random.one_in(2);
     sinks = random.one_in(3);
-    const int batch = random.integer(1, 4);
+    has_many_parts = random.one_in(6);
+    const int batch = has_many_parts ? 1 : random.integer(1, 4);
     int pages = 0;
     for (int i = 0; i < batch; ++i) {
       const int qo_len = random.one_in(6) ? 0 : random.integer(1, 5);
-      const int kv_len = random.one_in(6) ? random.integer(0, 3) : random.integer(1, 500);
+      int kv_len = random.one_in(6) ? random.integer(0, 3) : random.integer(1, 500);
+      if (has_many_parts) kv_len = random.integer(1300, 2000);
       requests.push_back({tokens, qo_len, pages, kv_len});
       tokens += qo_len;
       pages += (kv_len + page_size - 1) / page_size;
@@ -94,10 +100,11 @@ bool check(Random& random) {
 
   MlaPlanner planner;
   MlaPlan plan = {};
-  const MlaPlanConfig config = {problem.heads, random.integer(1, 9), problem.causal,
-                                !random.one_in(4)};
+  const int num_ctas = problem.has_many_parts ? 24 : random.integer(1, 9);
+  const MlaPlanConfig config = {problem.heads, num_ctas, problem.causal, !random.one_in(4)};
   planner.plan(config, problem.requests, plan);
   std::vector<uint4> ints(plan.int_bytes / 16 + 1);
+  std::memset(ints.data(), 0xff, ints.size() * 16);
   planner.write(reinterpret_cast<char*>(ints.data()));
   std::vector<float> floats(mla_float_bytes(plan.num_ctas, plan.num_slots, kCkv) / 4, NAN);
   std::vector<O> out(size_t(rows) * kCkv, from_float<O>(NAN));
@@ -114,10 +121,11 @@ bool check(Random& random) {
   params.lse = lse.data();
   params.sinks = problem.sinks ? sinks.data() : nullptr;
   const MlaPlanLayout layout(plan.num_ctas);
-  const char* base = reinterpret_cast<const char*>(ints.data());
+  char* base = reinterpret_cast<char*>(ints.data());
   params.header = reinterpret_cast<const MlaPlanHeader*>(base);
   params.cta_begin = reinterpret_cast<const int32_t*>(base + layout.cta_begin_offset);
   params.merges = reinterpret_cast<const MlaMerge*>(base + layout.merges_offset);
+  params.counters = reinterpret_cast<MlaMergeCounters*>(base + layout.counters_offset);
   params.items = reinterpret_cast<const MlaWorkItem*>(base + layout.items_offset);
   params.partial_lse = floats.data();
   params.partial_o = floats.data() + mla_most_slots(plan.num_ctas) * kMlaTileRows;
@@ -132,7 +140,13 @@ bool check(Random& random) {
   params.lse_factor = random.one_in(2) ? 1.f : 0.69314718f;
   params.rope_factor = sizeof(Ckv) == 1 && random.one_in(2) ? 0.3f : 1.f;
   params.causal = problem.causal;
-  if (mla(params, plan.num_merges > 0, false, nullptr) != cudaSuccess) emulation::fail("no launch");
+  params.plan_is_older = !random.one_in(3);  // otherwise parts are merged as after a device's plan
+  // The second launch finds the plan's counters as the first one left them.
+  for (int launch = 0; launch < 2; ++launch) {
+    std::fill(out.begin(), out.end(), from_float<O>(NAN));
+    const cudaError_t status = mla(params, plan.num_merges > 0, false, nullptr);
+    if (status != cudaSuccess) emulation::fail("no launch");
+  }
 
   for (const MlaRequest& request : problem.requests) {
     for (int q = 0; q < request.qo_len; ++q) {

@@ -66,10 +66,11 @@ struct Case {
     params.units_of_request = FastDivisor(std::max(units_of_request, 1));
     num_units = int64_t{params.num_requests} * units_of_request;
     const MlaPlanLayout layout(params.num_ctas);
-    ints.resize(
+    ints.assign(
         (layout.items_offset + (num_units + params.num_ctas) * params.lanes * sizeof(MlaWorkItem)) /
-            16 +
-        1);
+                16 +
+            1,
+        uint4{~0u, ~0u, ~0u, ~0u});
     char* const base = reinterpret_cast<char*>(ints.data());
     params.header = reinterpret_cast<MlaPlanHeader*>(base);
     params.cta_begin = reinterpret_cast<int32_t*>(base + layout.cta_begin_offset);
@@ -120,6 +121,7 @@ bool is_covered(const Case& problem, const MlaRequest& request, int row_begin,
   if (merge->num_parts != static_cast<int>(parts.size())) return false;
   for (int i = 0; i < merge->num_parts; ++i) {
     if (parts[i].slot != merge->slot_begin + i * merge->slot_stride) return false;
+    if (parts[i].merge != merge - params.merges) return false;
   }
   return true;
 }
@@ -144,10 +146,10 @@ const char* find_fault(Random& random) {
       return "slots";
     }
   }
-  std::map<std::pair<int, int>, MlaMerge> merges;
+  std::map<std::pair<int, int>, const MlaMerge*> merges;
   for (int i = 0; i < params.header->num_merges; ++i) {
     const MlaMerge& merge = params.merges[i];
-    merges[{merge.qo_begin, merge.row_begin}] = merge;
+    merges[{merge.qo_begin, merge.row_begin}] = &merge;
   }
   size_t num_tiles = 0;
   std::vector<MlaRequest> requests;
@@ -156,7 +158,7 @@ const char* find_fault(Random& random) {
     requests.push_back(request);
     for (int row = 0; row < request.qo_len * problem.num_heads; row += 64, ++num_tiles) {
       const auto found = merges.find({request.qo_begin, row});
-      const MlaMerge* merge = found == merges.end() ? nullptr : &found->second;
+      const MlaMerge* merge = found == merges.end() ? nullptr : found->second;
       if (!is_covered(problem, request, row, parts[{request.kv_base, row}], merge)) return "cover";
     }
   }

@@ -1,4 +1,4 @@
-"""The MLA kernels with mma.sync on the CPU, with planner and merge: tests/emulation says how."""
+"""The MLA kernels on the CPU, with planner and merge: tests/emulation says how."""
 
 from __future__ import annotations
 
@@ -68,6 +68,51 @@ def test_random_problems(emulator: Emulator, arch: int, dtype: str, dims: tuple[
 def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> None:
     emulator.substitute(KERNEL, statement, other)
     assert find_fault(emulator, 900, "bfloat16", (256, 64))
+
+
+WIDE = "flashinfer/mla/sm90/mla.cuh"
+WIDE_CONSUMER = "flashinfer/mla/sm90/consumer.cuh"
+PART_MERGE = "flashinfer/mla/sm90/part_merge.cuh"
+
+
+def find_wide_fault(emulator: Emulator, dtype: str, dims: tuple[int, int], cases: int = 2) -> str:
+    """The same of the kernel for Hopper with wgmma; a CTA is a cluster of its own."""
+    shared = "extern __shared__ __align__(1024) char shared[];"
+    emulator.substitute(WIDE, shared, "char* const shared = dynamic_shared;")
+    options = ["-DEMULATION_ARCH=900", "-DEMULATION_WIDE", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
+    options.append("-DFLASHINFER_CFG_SCALED_GROUPS=0")
+    return build_and_run(emulator, options, (dtype,) * 4, dims, cases)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        ("bfloat16", (512, 64)),
+        pytest.param("float16", (256, 64), marks=pytest.mark.full),
+        ("bfloat16", (256, 0)),
+        pytest.param("float16", (512, 0), marks=pytest.mark.full),
+    ],
+)
+def test_wide(emulator: Emulator, dtype: str, dims: tuple[int, int]) -> None:
+    assert not find_wide_fault(emulator, dtype, dims)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    one_by_default(
+        [
+            (PART_MERGE, "      *counter = 0;\n    }", "    }"),  # the second launch finds it
+            (PART_MERGE, "fmaf(value, weight, sums[i][e]);", "sums[i][e] + value;"),
+            (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
+            (WIDE_CONSUMER, "(i + Tile::kChunksHalf) % Tile::kChunksCkv", "i + Tile::kChunksHalf"),
+        ]
+    ),
+)
+def test_faults_of_the_wide_kernel_are_found(
+    emulator: Emulator, header: str, statement: str, other: str
+) -> None:
+    emulator.substitute(header, statement, other)
+    assert find_wide_fault(emulator, "bfloat16", (256, 0), cases=8)
 
 
 def find_narrow_fault(

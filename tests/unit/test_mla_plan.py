@@ -25,6 +25,7 @@ class Item(NamedTuple):
     kv_begin: int
     kv_end: int
     slot: int
+    merge: int
 
 
 class Merge(NamedTuple):
@@ -60,10 +61,12 @@ def plan(
     num_merges, num_items = struct.unpack_from("2i", data)
     starts_at = aligned(16)
     merges_at = aligned(starts_at + 4 * (CTAS + 1))
-    items_at = aligned(merges_at + 32 * CTAS)
+    counters_at = aligned(merges_at + 32 * CTAS)
+    items_at = aligned(counters_at + 8 + 4 * CTAS)
+    assert not any(data[counters_at:items_at])
     starts = struct.unpack_from(f"{CTAS + 1}i", data, starts_at)
     assert starts[0] == 0 and starts[-1] == num_items
-    items = [Item(*struct.unpack_from("8i", data, items_at + 32 * i)) for i in range(num_items)]
+    items = [Item(*struct.unpack_from("7i2h", data, items_at + 32 * i)) for i in range(num_items)]
     merges = [Merge(*struct.unpack_from("6i", data, merges_at + 32 * i)) for i in range(num_merges)]
     return [items[a:b] for a, b in zip(starts, starts[1:], strict=False)], merges
 
@@ -105,6 +108,7 @@ def check(qo_lens: list[int], kv_lens: list[int], num_heads: int, causal: bool) 
                     merge.slot_begin + i * merge.slot_stride for i in range(merge.num_parts)
                 ]
                 assert sorted(piece.slot for piece in pieces) == sorted(expected)
+                assert {piece.merge for piece in pieces} == {merges.index(merge)}
         first += qo_len
     assert tiles == set(parts) and set(merged) <= tiles
     return lists

@@ -7,6 +7,23 @@
 
 namespace flashinfer {
 
+// Of four neighbouring lanes, lane i gets the words i of all, in their order, so that it can store
+// 16 bytes where each of them has 4.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane_idx) {
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool upper = (lane_idx & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & distance) != 0) continue;
+      const uint32_t low = words[i], high = words[i + distance];
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+      words[i] = upper ? other : low;
+      words[i + distance] = upper ? high : other;
+    }
+  }
+}
+
 // `output`: the thread's accumulators in rows `row` and `row` + 8 of the tile, for the first or,
 // with `half` 1, the second half of the columns.
 template <typename Tile>
@@ -15,16 +32,16 @@ __device__ __forceinline__ void write_output(const MlaParams& params, const MlaW
                                              const float (&largest)[2], const float (&sum)[2],
                                              int half, int row, int lane_idx) {
   const int num_rows = item.qo_len * static_cast<int>(params.num_heads.divisor) - item.row_begin;
-  const int column = half * (Tile::kDimCkv / 2) + lane_idx % 4 * 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int tile_row = row + 8 * h;
-    if (tile_row >= num_rows) continue;
-    const bool writes_lse = half == 0 && lane_idx % 4 == 0;
+    const bool exists = tile_row < num_rows;
+    const bool writes_lse = exists && half == 0 && lane_idx % 4 == 0;
     using O = typename Tile::O;
-    O* target;
-    float factor;
-    if (item.slot >= 0) {
+    O* target = nullptr;
+    float factor = 0.f;
+    if (!exists) {
+    } else if (item.slot >= 0) {
       const int64_t slot_row = int64_t{item.slot} * Tile::kRows + tile_row;
       target = static_cast<O*>(params.partial_o) + slot_row * Tile::kDimCkv;
       factor = sum[h] == 0.f ? 0.f : 1.f / sum[h];  // NaN stays NaN
@@ -38,10 +55,19 @@ __device__ __forceinline__ void write_output(const MlaParams& params, const MlaW
       factor = end.factor;
       if (writes_lse) end.write_lse(params);
     }
+    target += half * (Tile::kDimCkv / 2) + lane_idx % 4 * 8;
 #pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; ++j) {
-      *reinterpret_cast<typename PackedPair<O>::Bits*>(target + column + j * 8) =
-          PackedPair<O>::pack(output[j][2 * h] * factor, output[j][2 * h + 1] * factor);
+    for (int j = 0; j < Tile::kOutputTiles; j += 4) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pairs[i] =
+            PackedPair<O>::pack(output[j + i][2 * h] * factor, output[j + i][2 * h + 1] * factor);
+      }
+      transpose_in_quad(pairs, lane_idx);
+      if (exists) {
+        *reinterpret_cast<uint4*>(target + j * 8) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
     }
   }
 }

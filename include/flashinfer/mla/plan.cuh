@@ -257,6 +257,10 @@ class MlaDevicePlanner {
     return static_cast<int>(places >> kSlotShift & kMergeMask);
   }
 
+  __device__ __forceinline__ static int first_merge(uint64_t places) {
+    return static_cast<int>(places & kMergeMask);
+  }
+
   // Lanes that have no tile get an item without rows.
   __device__ __forceinline__ void write_items(const Unit& unit, const Place& at, int part,
                                               uint64_t places) const {
@@ -276,8 +280,9 @@ class MlaDevicePlanner {
       item.row_begin = row_begin;
       item.kv_end = lane < unit.num_tiles ? min(end, visible(unit, row_end)) : 0;
       item.kv_begin = min(begin, item.kv_end);
-      item.slot =
-          at.parts > 1 && lane < unit.num_tiles ? (first_slot(places) + part) * lanes + lane : -1;
+      const bool is_part = at.parts > 1 && lane < unit.num_tiles;
+      item.slot = static_cast<int16_t>(is_part ? (first_slot(places) + part) * lanes + lane : -1);
+      item.merge = static_cast<int16_t>(is_part ? first_merge(places) * lanes + lane : -1);
       params_.items[first + lane * shared_.pieces[column]] = item;
     }
   }
@@ -285,7 +290,7 @@ class MlaDevicePlanner {
   // A lane that has no tile gets a merge without rows.
   __device__ __forceinline__ void write_merges(const Unit& unit, const Place& at,
                                                uint64_t places) const {
-    const int lanes = params_.lanes, first = static_cast<int>(places & kMergeMask) * lanes;
+    const int lanes = params_.lanes, first = first_merge(places) * lanes;
     for (int lane = 0; lane < lanes; ++lane) {
       params_.merges[first + lane] = {unit.qo_begin,
                                       unit.qo_len,

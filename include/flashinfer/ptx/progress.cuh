@@ -19,4 +19,37 @@ __device__ __forceinline__ void wait_done(const uint32_t* counter, uint32_t coun
   } while (done < count);
 }
 
+// Adds to a counter and returns what it was: releases what is written so far, as count_done() does,
+// and acquires what those released who added before.
+__device__ __forceinline__ uint32_t count_and_see(uint32_t* counter, uint32_t amount) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(amount)
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ uint32_t see_count(const uint32_t* counter) {
+  uint32_t count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+
+// A counter of events alone, which says nothing about memory.
+__device__ __forceinline__ uint64_t count_event(uint64_t* counter) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;"
+               : "=l"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ uint64_t see_events(const uint64_t* counter) {
+  uint64_t count;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(counter) : "memory");
+  return count;
+}
+
 }  // namespace flashinfer::ptx

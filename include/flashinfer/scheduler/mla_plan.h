@@ -60,6 +60,7 @@ class MlaPlanner {
     auto* cta_begin = reinterpret_cast<int32_t*>(workspace + layout.cta_begin_offset);
     auto* merges = reinterpret_cast<MlaMerge*>(workspace + layout.merges_offset);
     std::copy(merges_.begin(), merges_.end(), merges);
+    std::fill(workspace + layout.counters_offset, workspace + layout.items_offset, '\0');
     auto* items = reinterpret_cast<MlaWorkItem*>(workspace + layout.items_offset);
     int32_t count = 0;
     for (int64_t cta = 0; cta < config_.num_ctas; ++cta) {
@@ -78,7 +79,8 @@ class MlaPlanner {
     int32_t request, first_tile, num_tiles, steps;
   };
   struct Piece {
-    int32_t unit, first_step, num_steps, slot;  // slot: of lane 0; negative: the unit is whole
+    int32_t unit, first_step, num_steps;
+    int32_t slot, merge;  // of lane 0; a negative slot: the unit is whole
   };
 
   static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -178,7 +180,8 @@ class MlaPlanner {
   void cut(int64_t share) {
     clear_columns();
     walk(share, [&](int64_t column, int32_t u, int64_t step, int64_t steps) {
-      columns_[column].push_back({u, static_cast<int32_t>(step), static_cast<int32_t>(steps), -1});
+      columns_[column].push_back(
+          {u, static_cast<int32_t>(step), static_cast<int32_t>(steps), -1, -1});
       num_items_ += units_[u].num_tiles;
       return true;
     });
@@ -211,6 +214,7 @@ class MlaPlanner {
         }
         if (piece.num_steps == units_[piece.unit].steps) continue;
         piece.slot = static_cast<int32_t>(num_slots_);
+        piece.merge = static_cast<int32_t>(merges_.size());
         num_slots_ += lanes_;
         ++parts;
       }
@@ -232,7 +236,7 @@ class MlaPlanner {
       std::pop_heap(loads_.begin(), loads_.end(), later);
       Load& load = loads_.back();
       load.first += kItemCost + kStepCost * units_[u].steps;
-      columns_[load.second].push_back({u, 0, units_[u].steps, -1});
+      columns_[load.second].push_back({u, 0, units_[u].steps, -1, -1});
       std::push_heap(loads_.begin(), loads_.end(), later);
       num_items_ += units_[u].num_tiles;
     }
@@ -257,7 +261,8 @@ class MlaPlanner {
             static_cast<int32_t>(row_begin),
             static_cast<int32_t>(begin),
             static_cast<int32_t>(end),
-            piece.slot < 0 ? -1 : static_cast<int32_t>(piece.slot + lane)};
+            static_cast<int16_t>(piece.slot < 0 ? -1 : piece.slot + lane),
+            static_cast<int16_t>(piece.slot < 0 ? -1 : piece.merge + lane)};
   }
 
   using Load = std::pair<int64_t, int64_t>;  // cost so far, column

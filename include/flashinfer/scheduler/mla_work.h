@@ -20,7 +20,8 @@ struct alignas(16) MlaWorkItem {
   int32_t row_begin;  // first packed row of the tile
   int32_t kv_begin;   // [tokens]; the range is empty where nothing is visible
   int32_t kv_end;     // [tokens]
-  int32_t slot;       // of the workspace; negative: write o itself
+  int16_t slot;       // of the workspace; negative: write o itself
+  int16_t merge;      // of the parts of which the slot has one
 };
 static_assert(sizeof(MlaWorkItem) == 32, "two 16-byte loads");
 
@@ -35,8 +36,15 @@ struct alignas(16) MlaMerge {
 };
 static_assert(sizeof(MlaMerge) == 32, "two 16-byte loads");
 
-// The int workspace: this header, then cta_begin, merges and items. Only the items' number depends
-// on the batch, so that a captured launch replays any plan that fits the workspace.
+// CTAs that merge parts themselves count here. A plan of the host begins with zeros. After a plan
+// of the device another launch merges, and nobody counts.
+struct MlaMergeCounters {
+  uint64_t started;  // CTAs, of all launches of the plan
+  uint32_t parts[];  // of each merge that are there, and who waits for the others
+};
+
+// The int workspace: this header, then cta_begin, merges, counters and items. Only the items'
+// number depends on the batch, so that a captured launch replays any plan that fits the workspace.
 struct MlaPlanHeader {
   int32_t num_merges;
   int32_t num_items;
@@ -44,13 +52,14 @@ struct MlaPlanHeader {
 };
 
 struct MlaPlanLayout {
-  int64_t cta_begin_offset, merges_offset, items_offset;  // [bytes]
+  int64_t cta_begin_offset, merges_offset, counters_offset, items_offset;  // [bytes]
 
   explicit MlaPlanLayout(int64_t num_ctas) {
     const auto aligned = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
     cta_begin_offset = aligned(sizeof(MlaPlanHeader));
     merges_offset = aligned(cta_begin_offset + (num_ctas + 1) * sizeof(int32_t));
-    items_offset = aligned(merges_offset + num_ctas * sizeof(MlaMerge));
+    counters_offset = aligned(merges_offset + num_ctas * sizeof(MlaMerge));
+    items_offset = aligned(counters_offset + sizeof(uint64_t) + num_ctas * sizeof(uint32_t));
   }
 };
 
@@ -77,7 +86,8 @@ struct MlaPlan {
   int64_t int_bytes, float_bytes;  // that the workspaces must have
   int32_t num_heads, page_size;
   bool causal;
-  bool merges;  // whether there may be something to merge
+  bool merges;          // whether there may be something to merge
+  bool made_on_device;  // by the launch before
 };
 
 }  // namespace flashinfer

@@ -18,9 +18,13 @@
 
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/mla/output.cuh>
+#include <flashinfer/mla/sm90/part_merge.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
+#include <flashinfer/ptx/mbarrier_cluster.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
+#include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/shared.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 
@@ -45,14 +49,22 @@ class MlaConsumer {
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
     row_ = warp_idx_ * 16 + lane_idx_ / 4;
+    if (ptx::cluster_size() > 1) other_cta_ = static_cast<int>(ptx::cluster_rank() ^ 1);
   }
 
   __device__ __forceinline__ void run() {
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
+    MlaWorkItem item = {};
+    if (begin < end) item = params_.items[begin];
+    ptx::grid_dependency_wait();
+    MlaPartMerge<Tile> merge(params_, control_, shared_);
+    merge.count_start();
     for (int i = begin; i < end; ++i) {
-      const MlaWorkItem item = params_.items[i];
+      if (i != begin) item = params_.items[i];
       attend(item, (i - begin) % 2);
+      if (i + 1 < end) merge.end_item(item);
     }
+    if (begin < end) merge.end_last_item(item);
   }
 
  private:
@@ -65,6 +77,15 @@ class MlaConsumer {
   __device__ __forceinline__ void arrive(uint64_t& barrier) const {
     __syncwarp();
     if (lane_idx_ == 0) ptx::mbarrier_arrive(address(barrier));
+  }
+
+  // The same of KV, which all CTAs of the cluster wait for.
+  __device__ __forceinline__ void give_back(uint64_t& barrier) const {
+    __syncwarp();
+    if (lane_idx_ == 0) ptx::mbarrier_arrive(address(barrier));
+    if (lane_idx_ == 1 && other_cta_ >= 0) {
+      ptx::mbarrier_arrive_relaxed(ptx::remote_address(address(barrier), other_cta_));
+    }
   }
 
   __device__ __forceinline__ uint32_t block_address(int block) const {
@@ -85,11 +106,13 @@ class MlaConsumer {
     set_limits(item);
     ptx::mbarrier_wait(address(control_.q_full), parity);
     set_scales();
+    Logits logits;
+    if (kGroup == 0 && item.kv_begin < item.kv_end) multiply_keys(logits, item, item.kv_begin);
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kStep) {
       const bool has_second = token + Tile::kBlock < item.kv_end;
       const bool is_last = token + Tile::kStep >= item.kv_end;
       if constexpr (kGroup == 0) {
-        first_step(output, item, token, has_second, is_last);
+        first_step(output, logits, item, token, has_second, is_last);
       } else {
         second_step(output, item, token + Tile::kBlock, has_second, is_last);
       }
@@ -101,19 +124,18 @@ class MlaConsumer {
   }
 
   // ---- Steps ----
+  //
+  // Products are asked for before the ones at hand have ended, so that the tensor cores always have
+  // some: the next step's first logits before the last values, values before the softmax.
 
-  __device__ __forceinline__ void first_step(Output& output, const MlaWorkItem& item, int token,
-                                             bool has_second, bool is_last) {
-    Logits logits;
+  // `logits`: of this step, then of the next.
+  __device__ __forceinline__ void first_step(Output& output, Logits& logits,
+                                             const MlaWorkItem& item, int token, bool has_second,
+                                             bool is_last) {
     Weights weights;
-    float shrink[2];
-    profile_.begin(MlaEvent::kKeys);
-    multiply_keys(logits, item, token);
-    profile_.end(MlaEvent::kKeys);
-    if (has_second) ptx::named_barrier_arrive(kTurn, Tile::kConsumerThreads);
+    float largest[2], shrink[2];
     if (is_last) arrive(control_.q_empty);
     profile_.begin(MlaEvent::kWeights);
-    float largest[2];
     find_largest(logits, largest, token);
     const bool moves = weigh(logits, weights, largest, shrink);
     publish(weights);
@@ -125,53 +147,78 @@ class MlaConsumer {
     add_values_of_registers(output, weights, kLeft);
     finish_values(output, control_.kv_empty[0][kLeft]);
     profile_.end(MlaEvent::kValues);
-    if (has_second) {
-      ptx::named_barrier_sync(kWeightsOfSecond, Tile::kConsumerThreads);
-      profile_.begin(MlaEvent::kValues);
-      if (follow(shrink)) multiply(output, shrink);
-      ptx::wgmma_fence();
-      add_values_of_shared(output, kLeft);
+    if (!has_second) return;
+    ptx::named_barrier_sync(kWeightsOfSecond, Tile::kConsumerThreads);
+    profile_.begin(MlaEvent::kValues);
+    if (follow(shrink)) multiply(output, shrink);
+    ptx::wgmma_fence();
+    add_values_of_shared(output, kLeft);
+    if (is_last) {
       finish_values(output, control_.kv_empty[1][kLeft]);
       profile_.end(MlaEvent::kValues);
+      return;
     }
+    profile_.end(MlaEvent::kValues);
+    profile_.begin(MlaEvent::kKeys);
+    begin_keys(logits, item, token + Tile::kStep);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_done(output);
+    give_back(control_.kv_empty[1][kLeft]);
+    continue_keys(logits, token + Tile::kStep + Tile::kBlock < item.kv_end);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_done(logits);
+    profile_.end(MlaEvent::kKeys);
   }
 
   __device__ __forceinline__ void second_step(Output& output, const MlaWorkItem& item, int token,
                                               bool has_second, bool is_last) {
+    float shrink[2];
+    if (!has_second) {
+      arrive(control_.q_empty);
+      ptx::named_barrier_sync(kWeightsOfFirst, Tile::kConsumerThreads);
+      profile_.begin(MlaEvent::kValues);
+      if (follow(shrink)) multiply(output, shrink);
+      ptx::wgmma_fence();
+      add_values_of_shared(output, kRight);
+      finish_values(output, control_.kv_empty[0][kRight]);
+      profile_.end(MlaEvent::kValues);
+      return;
+    }
     Logits logits;
     Weights weights;
-    float largest[2], shrink[2];
-    if (has_second) {
-      ptx::named_barrier_sync(kTurn, Tile::kConsumerThreads);  // the first's logits are done
-      profile_.begin(MlaEvent::kKeys);
-      multiply_keys(logits, item, token);
-      profile_.end(MlaEvent::kKeys);
-      find_largest(logits, largest, token);
-    }
-    if (is_last) arrive(control_.q_empty);
+    float largest[2];
+    ptx::named_barrier_sync(kTurn, Tile::kConsumerThreads);  // the first's logits are nearly done
+    profile_.begin(MlaEvent::kKeys);
+    begin_keys(logits, item, token);
+    continue_keys(logits, false);
+    profile_.end(MlaEvent::kKeys);
     ptx::named_barrier_sync(kWeightsOfFirst, Tile::kConsumerThreads);
     profile_.begin(MlaEvent::kValues);
-    if (follow(shrink)) multiply(output, shrink);
+    if (follow(shrink)) {
+      // The compiler takes no other writes to sums while products are under way.
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_done(logits);
+      multiply(output, shrink);
+    }
     ptx::wgmma_fence();
     add_values_of_shared(output, kRight);
-    bool moves = false;
-    if (has_second) {
-      profile_.begin(MlaEvent::kWeights);
-      moves = weigh(logits, weights, largest, shrink);
-      profile_.end(MlaEvent::kWeights);
-    }
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_done(logits);
+    profile_.begin(MlaEvent::kWeights);
+    find_largest(logits, largest, token);
+    if (is_last) arrive(control_.q_empty);
+    const bool moves = weigh(logits, weights, largest, shrink);
+    publish(weights);
+    profile_.end(MlaEvent::kWeights);
+    ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
     finish_values(output, control_.kv_empty[0][kRight]);
     profile_.end(MlaEvent::kValues);
-    if (has_second) {
-      publish(weights);
-      ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
-      profile_.begin(MlaEvent::kValues);
-      if (moves) multiply(output, shrink);
-      ptx::wgmma_fence();
-      add_values_of_registers(output, weights, kRight);
-      finish_values(output, control_.kv_empty[1][kRight]);
-      profile_.end(MlaEvent::kValues);
-    }
+    profile_.begin(MlaEvent::kValues);
+    if (moves) multiply(output, shrink);
+    ptx::wgmma_fence();
+    add_values_of_registers(output, weights, kRight);
+    finish_values(output, control_.kv_empty[1][kRight]);
+    profile_.end(MlaEvent::kValues);
   }
 
   // ---- Products ----
@@ -179,27 +226,51 @@ class MlaConsumer {
   // logits = q K^T of the warpgroup's own block.
   __device__ __forceinline__ void multiply_keys(Logits& logits, const MlaWorkItem& item,
                                                 int token) {
-    const uint32_t phase = uses_++ % 2;
-    const int num_tokens = item.kv_end - token;
-    if (num_tokens < Tile::kBlock) clear_rows(num_tokens, phase);
-    const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
-    const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
-    constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const int chunk = chunk_in_turn(i);
-      ptx::mbarrier_wait(address(control_.kv_full[kGroup][chunk]), phase);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        const uint32_t offset = chunk * Tile::kChunkBytes + step * 32;
-        ptx::wgmma<T, false>(logits, ptx::wgmma_advance(q, offset), ptx::wgmma_advance(k, offset),
-                             i + step != 0);
-      }
-    }
-    ptx::wgmma_commit();
+    profile_.begin(MlaEvent::kKeys);
+    begin_keys(logits, item, token);
+    continue_keys(logits, token + Tile::kBlock < item.kv_end);
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits);
+    profile_.end(MlaEvent::kKeys);
+  }
+
+  // The first chunk of it.
+  __device__ __forceinline__ void begin_keys(Logits& logits, const MlaWorkItem& item, int token) {
+    phase_ = uses_++ % 2;
+    const int num_tokens = item.kv_end - token;
+    if (num_tokens < Tile::kBlock) clear_rows(num_tokens, phase_);
+    multiply_chunk(logits, 0);
+    ptx::wgmma_commit();
+  }
+
+  // The other chunks. The first warpgroup tells the second, if there is one to tell, before its
+  // last chunk has ended, so that logits follow logits without a gap.
+  __device__ __forceinline__ void continue_keys(Logits& logits, bool tells) const {
+    constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
+#pragma unroll
+    for (int i = 1; i < kChunks; ++i) {
+      if (kGroup == 0 && i == kChunks - 1) ptx::wgmma_commit();
+      multiply_chunk(logits, i);
+    }
+    ptx::wgmma_commit();
+    if (kGroup == 0) {
+      ptx::wgmma_wait<1>();
+      if (tells) ptx::named_barrier_arrive(kTurn, Tile::kConsumerThreads);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_chunk(Logits& logits, int i) const {
+    const int chunk = chunk_in_turn(i);
+    const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
+    const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
+    ptx::mbarrier_wait(address(control_.kv_full[kGroup][chunk]), phase_);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const uint32_t offset = chunk * Tile::kChunkBytes + step * 32;
+      ptx::wgmma<T, false>(logits, ptx::wgmma_advance(q, offset), ptx::wgmma_advance(k, offset),
+                           i + step != 0);
+    }
   }
 
   // The chunk at position i: the producer loads the half that is free first before the other.
@@ -212,7 +283,7 @@ class MlaConsumer {
   __device__ __forceinline__ void finish_values(Output& output, uint64_t& empty) const {
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(output);
-    arrive(empty);
+    give_back(empty);
   }
 
   // Values of the warpgroup's own block.
@@ -412,7 +483,8 @@ class MlaConsumer {
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_, row_;
-  uint32_t uses_ = 0;  // of the own block
+  int other_cta_ = -1;             // of the cluster
+  uint32_t uses_ = 0, phase_ = 0;  // of the own block
   int limits_[2], least_limit_;
   float scales_[2];            // of logits of the thread's rows
   float largest_[2], sum_[2];  // of the thread's rows; sums of its own weights

@@ -17,7 +17,8 @@ inline uint32_t mla_box_rows(uint32_t page_size) {
 }
 
 template <typename Tile>
-inline cudaError_t launch_mla_sm90(const MlaParams& params, bool enable_pdl, cudaStream_t stream) {
+inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges_itself, bool enable_pdl,
+                                   cudaStream_t stream) {
   int prepared = 0;
   const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
     *done = 1;
@@ -27,6 +28,7 @@ inline cudaError_t launch_mla_sm90(const MlaParams& params, bool enable_pdl, cud
   if (status != cudaSuccess) return status;
   MlaSm90Params sm90 = {};
   sm90.mla = params;
+  if (!merges_itself) sm90.mla.counters = nullptr;
   sm90.box_rows = Tile::kWidens ? 0 : mla_box_rows(params.page_size.divisor);
   const auto encode = [&](ptx::EncodedTensorMap& map, const MlaCache& cache, uint64_t columns) {
     if (columns == 0 || sm90.box_rows == 0) return;
@@ -39,8 +41,11 @@ inline cudaError_t launch_mla_sm90(const MlaParams& params, bool enable_pdl, cud
   };
   encode(sm90.ckv, params.ckv, Tile::kDimCkv);
   encode(sm90.kpe, params.kpe, Tile::kDimKpe);
+  // Then CTAs 2 i and 2 i + 1 always have the same KV rows: tiles of the same token.
+  const bool shares =
+      sm90.box_rows != 0 && params.num_heads.divisor % 128 == 0 && params.num_ctas % 2 == 0;
   return launch_kernel(mla_sm90_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
-                       kMlaSharedBytes<Tile>, stream, enable_pdl, sm90);
+                       kMlaSharedBytes<Tile>, stream, enable_pdl, sm90, shares ? 2 : 0);
 }
 
 }  // namespace flashinfer

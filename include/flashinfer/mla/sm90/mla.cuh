@@ -25,7 +25,9 @@ __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copi
     for (int chunk = 0; chunk < kMlaMaxChunks; ++chunk) {
       init(control.kv_full[block][chunk], copies_by_threads ? kWarps : 1);
     }
-    for (int half = 0; half < 2; ++half) init(control.kv_empty[block][half], kWarps);
+    for (int half = 0; half < 2; ++half) {
+      init(control.kv_empty[block][half], kWarps * static_cast<int>(ptx::cluster_size()));
+    }
   }
   ptx::mbarrier_init_fence();
 }
@@ -36,10 +38,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
-  if (threadIdx.x == 0) init_mla_barriers(control, Tile::kWidens || params.box_rows == 0);
-  __syncthreads();
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();  // the merge finds no room before this CTA has ended
+  if (threadIdx.x == 0) {
+    init_mla_barriers(control, Tile::kWidens || params.box_rows == 0);
+    if (params.box_rows != 0) {
+      ptx::tma_prefetch_map(&params.ckv);
+      if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
+    }
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   const int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup_idx == 2) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
@@ -55,6 +64,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::increase_registers<Tile::kConsumerRegisters>();
     MlaConsumer<Tile, 1>(params.mla, shared, control).run();
   }
+  __syncwarp();
+  // The other CTA of the cluster may still arrive at barriers of this one.
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
 #endif
 }
 

@@ -6,10 +6,13 @@
 #include <flashinfer/mla/events.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/sm90/tile.cuh>
+#include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/tensor_map.h>
 #include <flashinfer/ptx/tma.cuh>
+#include <flashinfer/ptx/tma_multicast.cuh>
 
 namespace flashinfer {
 
@@ -35,8 +38,11 @@ class MlaProducer {
 
   __device__ __forceinline__ void run() {
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
+    MlaWorkItem item = {};
+    if (begin < end) item = params_.items[begin];
+    ptx::grid_dependency_wait();
     for (int i = begin; i < end; ++i) {
-      const MlaWorkItem item = params_.items[i];
+      if (i != begin) item = params_.items[i];
       const uint32_t parity = (i - begin) % 2;
       if (maps_.box_rows != 0) {
         if (warp_idx_ == 0) {
@@ -132,8 +138,8 @@ class MlaProducer {
   // One lane per box of 64 columns. The part that is multiplied first is loaded first.
   __device__ __forceinline__ void load_block(const MlaWorkItem& item, int block, int first_token,
                                              int pages, int first_box) {
-    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + maps_.box_rows - 1) /
-                          static_cast<int>(maps_.box_rows);
+    const int box_rows = static_cast<int>(maps_.box_rows);
+    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + box_rows - 1) / box_rows;
     const uint32_t parity = next_parity(block);
     const int first = block == 0 ? kLeft : kRight;
     load_part(first, block, parity, first_token, num_boxes, pages, first_box);
@@ -168,12 +174,23 @@ class MlaProducer {
       if (index >= num_boxes * num_chunks || page < 0) continue;
       const uint32_t token = first_token + box * maps_.box_rows;
       const int slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
-      ptx::tma_load(block_address(block) + chunk * Tile::kChunkBytes + box * box_bytes,
-                    part == kRope ? &maps_.kpe : &maps_.ckv,
-                    address(control_.kv_full[block][chunk]), part == kRope ? 0 : chunk * 64, slot,
-                    page);
+      load_box(block_address(block) + chunk * Tile::kChunkBytes + box * box_bytes, part, block,
+               chunk, slot, page);
     }
     __syncwarp();
+  }
+
+  // The CTAs of a cluster load a chunk each, for both.
+  __device__ __forceinline__ void load_box(uint32_t target, int part, int block, int chunk,
+                                           int slot, int page) const {
+    const void* map = part == kRope ? &maps_.kpe : &maps_.ckv;
+    const uint32_t full = address(control_.kv_full[block][chunk]);
+    const int column = part == kRope ? 0 : chunk * 64;
+    if (cluster_size_ == 1) {
+      ptx::tma_load(target, map, full, column, slot, page);
+    } else if ((part == kRope ? block : chunk % 2) == cluster_rank_) {
+      ptx::tma_load_multicast(target, map, full, column, slot, page, 3);
+    }
   }
 
   // ---- Copies by threads, of pages of any size ----
@@ -263,6 +280,8 @@ class MlaProducer {
   MlaControl& control_;
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
+  const int cluster_size_ = static_cast<int>(ptx::cluster_size());
+  const int cluster_rank_ = static_cast<int>(ptx::cluster_rank());
   int warp_idx_, lane_idx_;
   int earliest_ = -1, earlier_ = -1, latest_ = -1;  // parts that are copied, not announced
   uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty

@@ -16,6 +16,7 @@
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/ptx/global.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/shared.cuh>
 
 namespace flashinfer {
@@ -44,6 +45,7 @@ class MlaWidener {
   }
 
   __device__ __forceinline__ void run() {
+    ptx::grid_dependency_wait();
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
     for (int i = begin; i < end; ++i) {
       load_query(params_.items[i], (i - begin) % 2);

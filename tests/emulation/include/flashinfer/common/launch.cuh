@@ -10,7 +10,9 @@ namespace flashinfer {
 
 template <typename Params>
 inline cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, dim3 block, size_t smem_bytes,
-                                 cudaStream_t, bool, const Params& params) {
+                                 cudaStream_t, bool, const Params& params,
+                                 unsigned cluster_size = 0) {
+  (void)cluster_size;  // a cluster's CTAs are emulated one by one, and share nothing
   if (smem_bytes > emulation::kMaxSharedBytes) emulation::fail("too much shared memory");
   emulation::shared_bytes = smem_bytes;
   gridDim = grid;

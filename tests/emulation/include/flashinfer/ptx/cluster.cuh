@@ -6,6 +6,7 @@
 namespace flashinfer::ptx {
 
 inline uint32_t cluster_rank() { return 0; }
+inline uint32_t cluster_size() { return 1; }
 inline void cluster_arrive() {}
 inline void cluster_wait() { emulation::block.wait(emulation::State::at_block_barrier); }
 inline uint32_t cluster_address(const void* pointer, uint32_t) { return shared_address(pointer); }

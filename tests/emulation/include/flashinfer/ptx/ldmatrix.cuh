@@ -36,6 +36,14 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   }
 }
 
+inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t* rows = emulated::exchange_rows(address);
+  for (int i = 0; i < 4; ++i) {
+    std::memcpy(dynamic_shared + rows[8 * i + lane / 4] + lane % 4 * 4, &r[i], 4);
+  }
+}
+
 inline uint32_t movmatrix_trans(uint32_t matrix) {
   const int lane = threadIdx.x % 32;
   const uint32_t* pairs = emulation::block.exchange(matrix);

@@ -11,4 +11,13 @@ inline void wait_done(const uint32_t* counter, uint32_t count) {
   if (*counter < count) emulation::fail("a wait for work that was not done");
 }
 
+inline uint32_t count_and_see(uint32_t* counter, uint32_t amount) {
+  const uint32_t before = *counter;
+  *counter += amount;
+  return before;
+}
+inline uint32_t see_count(const uint32_t* counter) { return *counter; }
+inline uint64_t count_event(uint64_t* counter) { return (*counter)++; }
+inline uint64_t see_events(const uint64_t* counter) { return *counter; }
+
 }  // namespace flashinfer::ptx

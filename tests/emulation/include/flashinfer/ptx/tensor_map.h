@@ -21,4 +21,24 @@ struct Map {
 static_assert(sizeof(Map) <= sizeof(EncodedTensorMap));
 
 }  // namespace emulated
+
+struct TensorMapDim {
+  uint64_t length;
+  int64_t stride;
+  uint32_t box;
+};
+
+template <typename T>
+inline bool encode_tensor_map(EncodedTensorMap& map, const void* data, uint64_t columns,
+                              uint32_t box_columns, const TensorMapDim (&dims)[2]) {
+  const emulated::Map encoded = {static_cast<const char*>(data),
+                                 sizeof(T),
+                                 {box_columns, dims[0].box, dims[1].box},
+                                 {columns, dims[0].length, dims[1].length},
+                                 {dims[0].stride * sizeof(T), dims[1].stride * sizeof(T)},
+                                 true};
+  std::memcpy(&map, &encoded, sizeof(encoded));
+  return true;
+}
+
 }  // namespace flashinfer::ptx

@@ -15,6 +15,9 @@ inline void tma_load_hinted(uint32_t shared, const void* map, uint32_t barrier, 
                             uint64_t) {
   tma_load(shared, map, barrier, x, y, z);
 }
+inline void tma_load_multicast(uint32_t, const void*, uint32_t, int, int, int, uint16_t) {
+  emulation::fail("a copy to several CTAs");
+}
 inline void tma_prefetch_map(const void*) {}
 
 }  // namespace flashinfer::ptx

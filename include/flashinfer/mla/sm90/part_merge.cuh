@@ -1,0 +1,221 @@
+// Merges the parts of tiles whose KV range was cut, at the end of the kernel that makes them.
+//
+// CTAs count the parts that are there. A CTA that has nothing else to do waits for the other parts
+// of its last tile, and those that wait share the tile's rows. It waits only if all CTAs have
+// started, so that none needs the room of one that waits; otherwise the CTA that brings the last
+// part merges all rows. Parts are added up in the same order whoever does it: results repeat bit
+// for bit.
+#pragma once
+
+#include <flashinfer/common/dtype.cuh>
+#include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/mla/sm90/tile.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
+#include <flashinfer/ptx/progress.cuh>
+#include <flashinfer/ptx/shared.cuh>
+
+namespace flashinfer {
+
+// Called by the 256 threads that multiply.
+template <typename Tile>
+class MlaPartMerge {
+  using O = typename Tile::O;
+  static constexpr int kWarps = Tile::kConsumerThreads / 32;
+  static constexpr int kFewParts = 8;                 // that one warp adds up
+  static constexpr int kLoads = Tile::kDimCkv / 256;  // of 8 columns a lane
+  // A counter has three numbers: parts that are there, CTAs that wait, and of them those that have
+  // seen all parts.
+  static constexpr uint32_t kPart = 1, kWaiting = 1 << 10, kSeen = 1 << 20, kMask = 1023;
+  using Sums = float[kLoads][8];
+
+ public:
+  __device__ __forceinline__ MlaPartMerge(const MlaParams& params, MlaControl& control,
+                                          uint32_t shared)
+      : params_(params), control_(control), shared_(shared) {}
+
+  __device__ __forceinline__ void count_start() const {
+    if (params_.counters == nullptr || threadIdx.x != 0) return;
+    const uint64_t before = ptx::count_event(&params_.counters->started);
+    control_.complete_merge = -1;
+    control_.all_started = (before / params_.num_ctas + 1) * params_.num_ctas;
+  }
+
+  // The item is written. Its part may be the last one that is there; then its rows are merged after
+  // the CTA's last item.
+  __device__ __forceinline__ void end_item(const MlaWorkItem& item) const {
+    if (item.slot < 0 || params_.counters == nullptr) return;
+    synchronize();
+    if (threadIdx.x != 0) return;
+    take_part(item.merge, params_.merges[item.merge].num_parts, false);
+    if (control_.share_count != 0) control_.complete_merge = item.merge;
+  }
+
+  __device__ __forceinline__ void end_last_item(const MlaWorkItem& item) const {
+    if (params_.counters == nullptr) return;
+    synchronize();
+    if (control_.complete_merge >= 0) merge_rows(params_.merges[control_.complete_merge], 0, 1);
+    if (item.slot < 0) return;
+    const MlaMerge merge = params_.merges[item.merge];
+    if (threadIdx.x == 0) take_part(item.merge, merge.num_parts, true);
+    synchronize();
+    if (control_.share_count != 0) {
+      merge_rows(merge, control_.share_index, control_.share_count);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void synchronize() {
+    ptx::named_barrier_sync(kItemEnd, Tile::kConsumerThreads);
+  }
+
+  // Announces the part, and finds out which share of the rows the CTA merges.
+  __device__ __forceinline__ void take_part(int merge, uint32_t num_parts, bool is_last) const {
+    uint32_t* const counter = &params_.counters->parts[merge];
+    const bool waits =
+        is_last && ptx::see_events(&params_.counters->started) >= control_.all_started;
+    const uint32_t before = ptx::count_and_see(counter, kPart + (waits ? kWaiting : 0));
+    const uint32_t waiting = before / kWaiting & kMask;
+    const bool is_complete = (before & kMask) + 1 == num_parts;
+    control_.share_index = waits ? waiting : 0;
+    control_.share_count = 0;
+    if (waits) {
+      uint32_t now = before + kPart + kWaiting;
+      while ((now & kMask) != num_parts) now = ptx::see_count(counter);
+      control_.share_count = now / kWaiting & kMask;
+      const uint32_t seen = ptx::count_and_see(counter, kSeen) / kSeen & kMask;
+      if (seen + 1 == control_.share_count) *counter = 0;  // for the next launch
+    } else if (is_complete && waiting == 0) {
+      control_.share_count = 1;
+      *counter = 0;
+    }
+  }
+
+  // ---- Rows ----
+
+  // The CTA has share `index` of `count`.
+  __device__ __forceinline__ void merge_rows(const MlaMerge& merge, int index, int count) const {
+    const int num_rows = min(
+        Tile::kRows, merge.qo_len * static_cast<int>(params_.num_heads.divisor) - merge.row_begin);
+    if (merge.num_parts > kFewParts) {
+      for (int row = index; row < num_rows; row += count) merge_together(merge, row);
+      return;
+    }
+    const int warp = threadIdx.x / 32;
+    for (int row = index * kWarps + warp; row < num_rows; row += count * kWarps) {
+      merge_alone(merge, row);
+    }
+  }
+
+  __device__ __forceinline__ static int64_t place(const MlaMerge& merge, int part, int row) {
+    return (int64_t{merge.slot_begin} + int64_t{part} * merge.slot_stride) * Tile::kRows + row;
+  }
+
+  __device__ __forceinline__ float find_largest(const MlaMerge& merge, int row) const {
+    float largest = -math::inf;
+    for (int part = threadIdx.x % 32; part < merge.num_parts; part += 32) {
+      largest = fmaxf(largest, __ldcg(params_.partial_lse + place(merge, part, row)));
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+    }
+    return largest;
+  }
+
+  // Adds up the parts first, first + step, ...; the lane has columns 8 lane ... of each 256.
+  __device__ __forceinline__ float add_parts(const MlaMerge& merge, int row, int first, int step,
+                                             float largest, Sums& sums) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sums[i][e] = 0.f;
+    }
+    const float reference = largest == -math::inf ? 0.f : largest;
+#pragma unroll 4
+    for (int part = first; part < merge.num_parts; part += step) {
+      const int64_t slot_row = place(merge, part, row);
+      const float weight = math::ptx_exp2(__ldcg(params_.partial_lse + slot_row) - reference);
+      const uint4* source = reinterpret_cast<const uint4*>(
+          static_cast<const O*>(params_.partial_o) + slot_row * Tile::kDimCkv);
+      sum += weight;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint4 bits = __ldcg(source + i * 32 + threadIdx.x % 32);
+        const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const float value = to_float(O{static_cast<uint16_t>(pairs[e / 2] >> e % 2 * 16)});
+          sums[i][e] = fmaf(value, weight, sums[i][e]);
+        }
+      }
+    }
+    return sum;
+  }
+
+  // One warp adds up all parts.
+  __device__ __forceinline__ void merge_alone(const MlaMerge& merge, int row) const {
+    const float largest = find_largest(merge, row);
+    Sums sums;
+    const float sum = add_parts(merge, row, 0, 1, largest, sums);
+    const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
+    if (threadIdx.x % 32 == 0) end.write_lse(params_);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        pairs[p] =
+            PackedPair<O>::pack(sums[i][2 * p] * end.factor, sums[i][2 * p + 1] * end.factor);
+      }
+      reinterpret_cast<uint4*>(end.template row<O>(params_))[i * 32 + threadIdx.x % 32] =
+          uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+    }
+  }
+
+  // Each warp adds up a group of parts, and the groups' sums go through the place of the queries,
+  // which nobody needs after the CTA's last item.
+  __device__ __forceinline__ void merge_together(const MlaMerge& merge, int row) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t target = shared_ + Tile::kOffsetQ + warp * Tile::kDimCkv * 4;
+    const float largest = find_largest(merge, row);
+    Sums sums;
+    const float own_sum = add_parts(merge, row, warp, kWarps, largest, sums);
+    synchronize();  // the row before has been read
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; e += 4) {
+        const float* x = &sums[i][e];
+        ptx::store_shared_16(target + (i * 256 + lane * 8 + e) * 4,
+                             uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                   __float_as_uint(x[2]), __float_as_uint(x[3])});
+      }
+    }
+    if (lane == 0) control_.part_sums[warp] = own_sum;
+    synchronize();
+    const uint32_t columns = shared_ + Tile::kOffsetQ + threadIdx.x * 8;  // two of the first group
+    float sum = 0.f, output[2] = {0.f, 0.f};
+    if (static_cast<int>(threadIdx.x) < Tile::kDimCkv / 2) {
+#pragma unroll
+      for (int group = 0; group < kWarps; ++group) {
+        const uint2 pair = ptx::load_shared_8(columns + group * Tile::kDimCkv * 4);
+        const float first = __uint_as_float(pair.x), second = __uint_as_float(pair.y);
+        output[0] = group == 0 ? first : output[0] + first;
+        output[1] = group == 0 ? second : output[1] + second;
+        sum = group == 0 ? control_.part_sums[0] : sum + control_.part_sums[group];
+      }
+      const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
+      if (threadIdx.x == 0) end.write_lse(params_);
+      using Bits = typename PackedPair<O>::Bits;
+      reinterpret_cast<Bits*>(end.template row<O>(params_))[threadIdx.x] =
+          PackedPair<O>::pack(output[0] * end.factor, output[1] * end.factor);
+    }
+  }
+
+  const MlaParams& params_;
+  MlaControl& control_;
+  const uint32_t shared_;
+};
+
+}  // namespace flashinfer
