@@ -94,6 +94,7 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   params.header = reinterpret_cast<MlaPlanHeader*>(base);
   params.cta_begin = reinterpret_cast<int32_t*>(base + layout.cta_begin_offset);
   params.merges = reinterpret_cast<MlaMerge*>(base + layout.merges_offset);
+  params.counters = reinterpret_cast<MlaMergeCounters*>(base + layout.counters_offset);
   params.items = reinterpret_cast<MlaWorkItem*>(base + layout.items_offset);
   params.kv_lens = static_cast<const int32_t*>(seq_lens.data());
   if (cum_seq_lens_q) params.qo_indptr = static_cast<const int32_t*>(cum_seq_lens_q.data());

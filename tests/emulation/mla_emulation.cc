@@ -140,7 +140,7 @@ bool check(Random& random) {
   params.lse_factor = random.one_in(2) ? 1.f : 0.69314718f;
   params.rope_factor = sizeof(Ckv) == 1 && random.one_in(2) ? 0.3f : 1.f;
   params.causal = problem.causal;
-  params.plan_is_older = !random.one_in(3);  // otherwise parts are merged as after a device's plan
+  params.plan_is_older = !random.one_in(3);
   // The second launch finds the plan's counters as the first one left them.
   for (int launch = 0; launch < 2; ++launch) {
     std::fill(out.begin(), out.end(), from_float<O>(NAN));

@@ -75,6 +75,7 @@ struct Case {
     params.header = reinterpret_cast<MlaPlanHeader*>(base);
     params.cta_begin = reinterpret_cast<int32_t*>(base + layout.cta_begin_offset);
     params.merges = reinterpret_cast<MlaMerge*>(base + layout.merges_offset);
+    params.counters = reinterpret_cast<MlaMergeCounters*>(base + layout.counters_offset);
     params.items = reinterpret_cast<MlaWorkItem*>(base + layout.items_offset);
   }
 
@@ -126,6 +127,17 @@ bool is_covered(const Case& problem, const MlaRequest& request, int row_begin,
   return true;
 }
 
+// Whether counters are zero, and of a CTA's items only the first and the last are parts.
+bool can_be_merged(const MlaPlanParams& params) {
+  for (int cta = 0; cta < params.num_ctas; ++cta) {
+    if (params.counters[cta].started != 0 || params.counters[cta].parts != 0) return false;
+    for (int i = params.cta_begin[cta] + 1; i < params.cta_begin[cta + 1] - 1; ++i) {
+      if (params.items[i].slot >= 0) return false;
+    }
+  }
+  return true;
+}
+
 const char* find_fault(Random& random) {
   Case problem(random);
   const MlaPlanParams& params = problem.params;
@@ -135,6 +147,7 @@ const char* find_fault(Random& random) {
   if (params.header->num_items != num_items || params.cta_begin[0] != 0) return "number of items";
   if (num_items > (problem.num_units + params.num_ctas) * params.lanes) return "too many items";
   if (params.header->num_merges > params.num_ctas) return "too many merges";
+  if (!can_be_merged(params)) return "counters";
   std::map<std::pair<int, int>, std::vector<MlaWorkItem>> parts;  // by kv_base and first row
   std::set<int> slots;
   for (int i = 0; i < num_items; ++i) {

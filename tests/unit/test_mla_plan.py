@@ -62,11 +62,13 @@ def plan(
     starts_at = aligned(16)
     merges_at = aligned(starts_at + 4 * (CTAS + 1))
     counters_at = aligned(merges_at + 32 * CTAS)
-    items_at = aligned(counters_at + 8 + 4 * CTAS)
+    items_at = aligned(counters_at + 8 * CTAS)
     assert not any(data[counters_at:items_at])
     starts = struct.unpack_from(f"{CTAS + 1}i", data, starts_at)
     assert starts[0] == 0 and starts[-1] == num_items
     items = [Item(*struct.unpack_from("7i2h", data, items_at + 32 * i)) for i in range(num_items)]
+    for a, b in zip(starts, starts[1:], strict=False):  # only these two can be parts
+        assert all(item.slot < 0 for item in items[a + 1 : b - 1])
     merges = [Merge(*struct.unpack_from("6i", data, merges_at + 32 * i)) for i in range(num_merges)]
     return [items[a:b] for a, b in zip(starts, starts[1:], strict=False)], merges
 

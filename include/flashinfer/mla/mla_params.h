@@ -33,7 +33,7 @@ struct MlaParams {
   const int32_t* cta_begin;  // [num_ctas + 1]
   const MlaWorkItem* items;
   const MlaMerge* merges;
-  MlaMergeCounters* counters;  // null in kernels whose parts another launch merges
+  MlaMergeCounters* counters;  // of each merge; null if another launch merges
   void* partial_o;             // [slots, 64, head_dim_ckv] in the type of o, normalised
   float* partial_lse;          // [slots, 64], base 2
   FastDivisor num_heads, page_size;
@@ -44,7 +44,7 @@ struct MlaParams {
   float rope_factor;       // of rotary products, beside sm_scale; read where caches have 8 bits
   float lse_factor;        // 1: base 2; ln 2: base e
   bool causal;             // the last query token is at the last KV token
-  bool plan_is_older;      // than the grid before, which has waited for it; the plan has counters
+  bool plan_is_older;      // than the grid before, which has waited for it
   uint32_t profile_words;  // of `profile`
   uint64_t* profile;       // buffer of profiler.cuh; read by kernels that record their events
 };

@@ -308,6 +308,7 @@ class MlaDevicePlanner {
     for (int cut = 0; cut < kNumCuts; ++cut) shared_.cost[cut][threadIdx.x] = 0;
     shared_.pieces[threadIdx.x] = 0;
     if (threadIdx.x < kNumCuts) shared_.longest[threadIdx.x] = 0;
+    for (int i = threadIdx.x; i < params_.num_ctas; i += kThreads) params_.counters[i] = {0, 0};
     __syncthreads();
   }
 

@@ -13,8 +13,9 @@ struct MlaPlanParams {
   const int32_t* kv_lens;    // [num_requests / sharers]
   const int32_t* qo_indptr;  // [num_requests + 1]; may be null
   MlaPlanHeader* header;
-  int32_t* cta_begin;  // [num_ctas + 1]
-  MlaMerge* merges;    // [num_ctas]
+  int32_t* cta_begin;          // [num_ctas + 1]
+  MlaMerge* merges;            // [num_ctas]
+  MlaMergeCounters* counters;  // [num_ctas]
   MlaWorkItem* items;
   int32_t num_requests, qo_len, num_tokens;
   FastDivisor num_heads;

@@ -37,18 +37,13 @@ __device__ __forceinline__ uint32_t see_count(const uint32_t* counter) {
 }
 
 // A counter of events alone, which says nothing about memory.
-__device__ __forceinline__ uint64_t count_event(uint64_t* counter) {
-  uint64_t before;
-  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;"
-               : "=l"(before)
-               : "l"(counter)
-               : "memory");
-  return before;
+__device__ __forceinline__ void count_event(uint32_t* counter) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-__device__ __forceinline__ uint64_t see_events(const uint64_t* counter) {
-  uint64_t count;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(count) : "l"(counter) : "memory");
+__device__ __forceinline__ uint32_t see_events(const uint32_t* counter) {
+  uint32_t count;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   return count;
 }
 

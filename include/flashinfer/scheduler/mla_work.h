@@ -36,11 +36,11 @@ struct alignas(16) MlaMerge {
 };
 static_assert(sizeof(MlaMerge) == 32, "two 16-byte loads");
 
-// CTAs that merge parts themselves count here. A plan of the host begins with zeros. After a plan
-// of the device another launch merges, and nobody counts.
+// CTAs that merge parts themselves count here, for each merge. A plan begins with zeros, and a
+// launch leaves zeros.
 struct MlaMergeCounters {
-  uint64_t started;  // CTAs, of all launches of the plan
-  uint32_t parts[];  // of each merge that are there, and who waits for the others
+  uint32_t started;  // CTAs that will bring a part
+  uint32_t parts;    // that are there, and who waits for the others
 };
 
 // The int workspace: this header, then cta_begin, merges, counters and items. Only the items'
@@ -59,7 +59,7 @@ struct MlaPlanLayout {
     cta_begin_offset = aligned(sizeof(MlaPlanHeader));
     merges_offset = aligned(cta_begin_offset + (num_ctas + 1) * sizeof(int32_t));
     counters_offset = aligned(merges_offset + num_ctas * sizeof(MlaMerge));
-    items_offset = aligned(counters_offset + sizeof(uint64_t) + num_ctas * sizeof(uint32_t));
+    items_offset = aligned(counters_offset + num_ctas * sizeof(MlaMergeCounters));
   }
 };
 

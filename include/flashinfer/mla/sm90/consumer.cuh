@@ -58,7 +58,7 @@ class MlaConsumer {
     if (begin < end) item = params_.items[begin];
     ptx::grid_dependency_wait();
     MlaPartMerge<Tile> merge(params_, control_, shared_);
-    merge.count_start();
+    merge.count_start(begin, end);
     for (int i = begin; i < end; ++i) {
       if (i != begin) item = params_.items[i];
       attend(item, (i - begin) % 2);

@@ -17,7 +17,7 @@ inline uint32_t mla_box_rows(uint32_t page_size) {
 }
 
 template <typename Tile>
-inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges_itself, bool enable_pdl,
+inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges, bool enable_pdl,
                                    cudaStream_t stream) {
   int prepared = 0;
   const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
@@ -28,7 +28,7 @@ inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges_itself, 
   if (status != cudaSuccess) return status;
   MlaSm90Params sm90 = {};
   sm90.mla = params;
-  if (!merges_itself) sm90.mla.counters = nullptr;
+  if (!merges) sm90.mla.counters = nullptr;
   sm90.box_rows = Tile::kWidens ? 0 : mla_box_rows(params.page_size.divisor);
   const auto encode = [&](ptx::EncodedTensorMap& map, const MlaCache& cache, uint64_t columns) {
     if (columns == 0 || sm90.box_rows == 0) return;

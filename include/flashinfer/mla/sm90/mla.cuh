@@ -5,7 +5,6 @@
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once
 
-#include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/sm90/consumer.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/mla/sm90/widener.cuh>

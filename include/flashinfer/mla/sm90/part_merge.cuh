@@ -1,10 +1,10 @@
 // Merges the parts of tiles whose KV range was cut, at the end of the kernel that makes them.
 //
 // CTAs count the parts that are there. A CTA that has nothing else to do waits for the other parts
-// of its last tile, and those that wait share the tile's rows. It waits only if all CTAs have
-// started, so that none needs the room of one that waits; otherwise the CTA that brings the last
-// part merges all rows. Parts are added up in the same order whoever does it: results repeat bit
-// for bit.
+// of its last tile, and those that wait share the tile's rows. It waits only if all CTAs that bring
+// a part have started, so that none needs the room of one that waits; otherwise the CTA that brings
+// the last part merges all rows. Parts are added up in the same order whoever does it: results
+// repeat bit for bit.
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
@@ -23,8 +23,8 @@ class MlaPartMerge {
   static constexpr int kWarps = Tile::kConsumerThreads / 32;
   static constexpr int kFewParts = 8;                 // that one warp adds up
   static constexpr int kLoads = Tile::kDimCkv / 256;  // of 8 columns a lane
-  // A counter has three numbers: parts that are there, CTAs that wait, and of them those that have
-  // seen all parts.
+  // The counter of parts has three numbers: parts that are there, CTAs that wait, and of them those
+  // that have seen all parts.
   static constexpr uint32_t kPart = 1, kWaiting = 1 << 10, kSeen = 1 << 20, kMask = 1023;
   using Sums = float[kLoads][8];
 
@@ -33,11 +33,12 @@ class MlaPartMerge {
                                           uint32_t shared)
       : params_(params), control_(control), shared_(shared) {}
 
-  __device__ __forceinline__ void count_start() const {
-    if (params_.counters == nullptr || threadIdx.x != 0) return;
-    const uint64_t before = ptx::count_event(&params_.counters->started);
+  // Of the CTA's items only the first and the last can be parts.
+  __device__ __forceinline__ void count_start(int begin, int end) const {
+    if (params_.counters == nullptr || threadIdx.x != 0 || begin == end) return;
     control_.complete_merge = -1;
-    control_.all_started = (before / params_.num_ctas + 1) * params_.num_ctas;
+    count_start(params_.items[begin]);
+    if (end - begin > 1) count_start(params_.items[end - 1]);
   }
 
   // The item is written. Its part may be the last one that is there; then its rows are merged after
@@ -64,15 +65,19 @@ class MlaPartMerge {
   }
 
  private:
+  __device__ __forceinline__ void count_start(const MlaWorkItem& item) const {
+    if (item.slot >= 0) ptx::count_event(&params_.counters[item.merge].started);
+  }
+
   __device__ __forceinline__ static void synchronize() {
     ptx::named_barrier_sync(kItemEnd, Tile::kConsumerThreads);
   }
 
   // Announces the part, and finds out which share of the rows the CTA merges.
   __device__ __forceinline__ void take_part(int merge, uint32_t num_parts, bool is_last) const {
-    uint32_t* const counter = &params_.counters->parts[merge];
-    const bool waits =
-        is_last && ptx::see_events(&params_.counters->started) >= control_.all_started;
+    MlaMergeCounters* const counters = &params_.counters[merge];
+    uint32_t* const counter = &counters->parts;
+    const bool waits = is_last && ptx::see_events(&counters->started) == num_parts;
     const uint32_t before = ptx::count_and_see(counter, kPart + (waits ? kWaiting : 0));
     const uint32_t waiting = before / kWaiting & kMask;
     const bool is_complete = (before & kMask) + 1 == num_parts;
@@ -83,10 +88,10 @@ class MlaPartMerge {
       while ((now & kMask) != num_parts) now = ptx::see_count(counter);
       control_.share_count = now / kWaiting & kMask;
       const uint32_t seen = ptx::count_and_see(counter, kSeen) / kSeen & kMask;
-      if (seen + 1 == control_.share_count) *counter = 0;  // for the next launch
+      if (seen + 1 == control_.share_count) *counters = {0, 0};  // for the next launch
     } else if (is_complete && waiting == 0) {
       control_.share_count = 1;
-      *counter = 0;
+      *counters = {0, 0};
     }
   }
 

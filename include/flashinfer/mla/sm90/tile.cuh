@@ -72,7 +72,6 @@ struct MlaControl {
   float largest[2][64];                // of rows, as the first and the second block left them
   float sums[2][2][64];                // by parity of the item, of either warpgroup
   float row_scale[64];                 // of logits, where queries were widened
-  uint64_t all_started;                // what the launch's CTAs count to
   uint32_t share_index, share_count;   // of the rows to merge
   int complete_merge;                  // that an earlier item completed, or -1
   float part_sums[8];

@@ -17,7 +17,7 @@ inline uint32_t count_and_see(uint32_t* counter, uint32_t amount) {
   return before;
 }
 inline uint32_t see_count(const uint32_t* counter) { return *counter; }
-inline uint64_t count_event(uint64_t* counter) { return (*counter)++; }
-inline uint64_t see_events(const uint64_t* counter) { return *counter; }
+inline void count_event(uint32_t* counter) { ++*counter; }
+inline uint32_t see_events(const uint32_t* counter) { return *counter; }
 
 }  // namespace flashinfer::ptx
