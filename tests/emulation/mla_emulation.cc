@@ -60,12 +60,16 @@ struct Case {
     causal = random.one_in(2);
     sinks = random.one_in(3);
     has_many_parts = random.one_in(6);
+    // A CTA merges up to eight rows with all of its warps.
+    if (has_many_parts && random.one_in(2)) heads = random.integer(1, 8);
     const int batch = has_many_parts ? 1 : random.integer(1, 4);
     int pages = 0;
     for (int i = 0; i < batch; ++i) {
-      const int qo_len = random.one_in(6) ? 0 : random.integer(1, 5);
+      int qo_len = random.one_in(6) ? 0 : random.integer(1, 5);
+      if (has_many_parts)
+        qo_len = std::min(qo_len, std::max(1, heads > 8 ? 64 / heads : 8 / heads));
       int kv_len = random.one_in(6) ? random.integer(0, 3) : random.integer(1, 500);
-      if (has_many_parts) kv_len = random.integer(1300, 2000);
+      if (has_many_parts) kv_len = random.integer(1300, 3000);
       requests.push_back({tokens, qo_len, pages, kv_len});
       tokens += qo_len;
       pages += (kv_len + page_size - 1) / page_size;

@@ -103,6 +103,7 @@ def test_wide(emulator: Emulator, dtype: str, dims: tuple[int, int]) -> None:
         [
             (PART_MERGE, "      *counters = {0, 0};\n    }", "    }"),  # the second launch finds it
             (PART_MERGE, "fmaf(value, weight, sums[i][e]);", "sums[i][e] + value;"),
+            (PART_MERGE, "sum += control_.part_sums[i][group];", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
             (WIDE_CONSUMER, "(i + Tile::kChunksHalf) % Tile::kChunksCkv", "i + Tile::kChunksHalf"),
         ]

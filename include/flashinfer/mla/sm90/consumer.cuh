@@ -62,9 +62,8 @@ class MlaConsumer {
     for (int i = begin; i < end; ++i) {
       if (i != begin) item = params_.items[i];
       attend(item, (i - begin) % 2);
-      if (i + 1 < end) merge.end_item(item);
+      if (i + 1 < end) merge.template end_item<kGroup>(item);
     }
-    if (begin < end) merge.end_last_item(item);
   }
 
  private:

@@ -56,12 +56,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else {
       MlaProducer<Tile>(params, shared, control).run();
     }
-  } else if (warpgroup_idx == 0) {
-    ptx::increase_registers<Tile::kConsumerRegisters>();
-    MlaConsumer<Tile, 0>(params.mla, shared, control).run();
   } else {
     ptx::increase_registers<Tile::kConsumerRegisters>();
-    MlaConsumer<Tile, 1>(params.mla, shared, control).run();
+    if (warpgroup_idx == 0) {
+      MlaConsumer<Tile, 0>(params.mla, shared, control).run();
+    } else {
+      MlaConsumer<Tile, 1>(params.mla, shared, control).run();
+    }
+    MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item();
   }
   __syncwarp();
   // The other CTA of the cluster may still arrive at barriers of this one.

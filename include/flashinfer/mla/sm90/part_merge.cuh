@@ -21,7 +21,7 @@ template <typename Tile>
 class MlaPartMerge {
   using O = typename Tile::O;
   static constexpr int kWarps = Tile::kConsumerThreads / 32;
-  static constexpr int kFewParts = 8;                 // that one warp adds up
+  static constexpr int kFewParts = 16;                // that are added up one after the other
   static constexpr int kLoads = Tile::kDimCkv / 256;  // of 8 columns a lane
   // The counter of parts has three numbers: parts that are there, CTAs that wait, and of them those
   // that have seen all parts.
@@ -43,24 +43,46 @@ class MlaPartMerge {
 
   // The item is written. Its part may be the last one that is there; then its rows are merged after
   // the CTA's last item.
+  template <int kGroup>
   __device__ __forceinline__ void end_item(const MlaWorkItem& item) const {
     if (item.slot < 0 || params_.counters == nullptr) return;
-    synchronize();
-    if (threadIdx.x != 0) return;
-    take_part(item.merge, params_.merges[item.merge].num_parts, false);
-    if (control_.share_count != 0) control_.complete_merge = item.merge;
+    if constexpr (kGroup == 1) {
+      ptx::named_barrier_arrive(kItemWritten, Tile::kConsumerThreads);
+    } else {
+      ptx::named_barrier_sync(kItemWritten, Tile::kConsumerThreads);
+      if (threadIdx.x != 0) return;
+      take_part(item.merge, params_.merges[item.merge].num_parts, false);
+      if (control_.share_count != 0) control_.complete_merge = item.merge;
+    }
   }
 
-  __device__ __forceinline__ void end_last_item(const MlaWorkItem& item) const {
-    if (params_.counters == nullptr) return;
+  // After all items. Not within the loop over items and no loops within loops of unknown length:
+  // the compiler would hold the addresses of products in registers of threads, and move each anew
+  // to where the tensor cores take it from.
+  __device__ __forceinline__ void end_last_item() const {
+    const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
+    if (params_.counters == nullptr || begin == end) return;
+    const MlaWorkItem item = params_.items[end - 1];
+    const bool is_part = item.slot >= 0;
+    const MlaMerge merge = params_.merges[is_part ? item.merge : 0];
     synchronize();
-    if (control_.complete_merge >= 0) merge_rows(params_.merges[control_.complete_merge], 0, 1);
-    if (item.slot < 0) return;
-    const MlaMerge merge = params_.merges[item.merge];
-    if (threadIdx.x == 0) take_part(item.merge, merge.num_parts, true);
+    if (threadIdx.x == 0) {
+      control_.share_count = 0;
+      if (is_part) take_part(item.merge, merge.num_parts, true);
+    }
     synchronize();
-    if (control_.share_count != 0) {
-      merge_rows(merge, control_.share_index, control_.share_count);
+    Rows rows = share_of(merge);
+    const bool together = has_groups(merge) && rows.count <= kWarps;
+    if (together) add_groups(merge, rows);
+    synchronize();
+    if (together) {
+      finish_groups(merge, rows);
+    } else {
+      merge_alone(merge, rows);
+    }
+    if (control_.complete_merge >= 0) {
+      const MlaMerge complete = params_.merges[control_.complete_merge];
+      merge_alone(complete, {0, 1, num_rows(complete)});
     }
   }
 
@@ -97,18 +119,26 @@ class MlaPartMerge {
 
   // ---- Rows ----
 
-  // The CTA has share `index` of `count`.
-  __device__ __forceinline__ void merge_rows(const MlaMerge& merge, int index, int count) const {
-    const int num_rows = min(
-        Tile::kRows, merge.qo_len * static_cast<int>(params_.num_heads.divisor) - merge.row_begin);
-    if (merge.num_parts > kFewParts) {
-      for (int row = index; row < num_rows; row += count) merge_together(merge, row);
-      return;
-    }
-    const int warp = threadIdx.x / 32;
-    for (int row = index * kWarps + warp; row < num_rows; row += count * kWarps) {
-      merge_alone(merge, row);
-    }
+  // Rows first, first + step, ... of a tile.
+  struct Rows {
+    int first, step, count;
+  };
+
+  __device__ __forceinline__ int num_rows(const MlaMerge& merge) const {
+    return min(Tile::kRows,
+               merge.qo_len * static_cast<int>(params_.num_heads.divisor) - merge.row_begin);
+  }
+
+  __device__ __forceinline__ Rows share_of(const MlaMerge& merge) const {
+    const int step = control_.share_count, first = control_.share_index;
+    if (step == 0) return {0, 0, 0};
+    return {first, step, max(0, (num_rows(merge) - first + step - 1) / step)};
+  }
+
+  // Parts of a tile that has many are added up in groups, one for each warp, and then the groups,
+  // whether all warps do it or one.
+  __device__ __forceinline__ static bool has_groups(const MlaMerge& merge) {
+    return merge.num_parts > kFewParts;
   }
 
   __device__ __forceinline__ static int64_t place(const MlaMerge& merge, int part, int row) {
@@ -158,11 +188,34 @@ class MlaPartMerge {
     return sum;
   }
 
-  // One warp adds up all parts.
-  __device__ __forceinline__ void merge_alone(const MlaMerge& merge, int row) const {
-    const float largest = find_largest(merge, row);
-    Sums sums;
-    const float sum = add_parts(merge, row, 0, 1, largest, sums);
+  __device__ __forceinline__ static void add(Sums& sums, const Sums& others) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sums[i][e] += others[i][e];
+    }
+  }
+
+  // A warp has rows of its own.
+  __device__ __forceinline__ void merge_alone(const MlaMerge& merge, const Rows& rows) const {
+    const int groups = has_groups(merge) ? kWarps : 1;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < rows.count; i += kWarps) {
+      const int row = rows.first + i * rows.step;
+      const float largest = find_largest(merge, row);
+      Sums sums = {}, others;
+      float sum = 0.f;
+#pragma unroll 1
+      for (int group = 0; group < groups; ++group) {
+        sum += add_parts(merge, row, group, groups, largest, others);
+        add(sums, others);
+      }
+      write(merge, row, largest, sum, sums);
+    }
+  }
+
+  __device__ __forceinline__ void write(const MlaMerge& merge, int row, float largest, float sum,
+                                        const Sums& sums) const {
     const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
     if (threadIdx.x % 32 == 0) end.write_lse(params_);
 #pragma unroll
@@ -178,44 +231,62 @@ class MlaPartMerge {
     }
   }
 
-  // Each warp adds up a group of parts, and the groups' sums go through the place of the queries,
-  // which nobody needs after the CTA's last item.
-  __device__ __forceinline__ void merge_together(const MlaMerge& merge, int row) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t target = shared_ + Tile::kOffsetQ + warp * Tile::kDimCkv * 4;
-    const float largest = find_largest(merge, row);
-    Sums sums;
-    const float own_sum = add_parts(merge, row, warp, kWarps, largest, sums);
-    synchronize();  // the row before has been read
+  // ---- Rows of many parts, by all warps ----
+  //
+  // Sums of groups go through the place of queries and keys, which nobody needs after the CTA's
+  // last item.
+
+  // Where the lane's columns of a group of the share's row `i` lie, and the group's sum of weights.
+  __device__ __forceinline__ uint32_t group_place(int i, int group) const {
+    return shared_ + (i * kWarps + group) * Tile::kDimCkv * 4 + threadIdx.x % 32 * 32;
+  }
+
+  // Each warp adds up a group of each row.
+  __device__ __forceinline__ void add_groups(const MlaMerge& merge, const Rows& rows) const {
+    const int warp = threadIdx.x / 32;
+#pragma unroll 1
+    for (int i = 0; i < rows.count; ++i) {
+      const int row = rows.first + i * rows.step;
+      Sums sums;
+      const float sum = add_parts(merge, row, warp, kWarps, find_largest(merge, row), sums);
+      if (threadIdx.x % 32 == 0) control_.part_sums[i][warp] = sum;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+      for (int k = 0; k < kLoads; ++k) {
 #pragma unroll
-      for (int e = 0; e < 8; e += 4) {
-        const float* x = &sums[i][e];
-        ptx::store_shared_16(target + (i * 256 + lane * 8 + e) * 4,
-                             uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
-                                   __float_as_uint(x[2]), __float_as_uint(x[3])});
+        for (int e = 0; e < 8; e += 4) {
+          const float* x = &sums[k][e];
+          ptx::store_shared_16(group_place(i, warp) + k * 1024 + e * 4,
+                               uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                     __float_as_uint(x[2]), __float_as_uint(x[3])});
+        }
       }
     }
-    if (lane == 0) control_.part_sums[warp] = own_sum;
-    synchronize();
-    const uint32_t columns = shared_ + Tile::kOffsetQ + threadIdx.x * 8;  // two of the first group
-    float sum = 0.f, output[2] = {0.f, 0.f};
-    if (static_cast<int>(threadIdx.x) < Tile::kDimCkv / 2) {
+  }
+
+  // Each warp adds up the groups of one row.
+  __device__ __forceinline__ void finish_groups(const MlaMerge& merge, const Rows& rows) const {
+    const int i = threadIdx.x / 32;
+    if (i >= rows.count) return;
+    const int row = rows.first + i * rows.step;
+    Sums sums = {}, others;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int group = 0; group < kWarps; ++group) {
 #pragma unroll
-      for (int group = 0; group < kWarps; ++group) {
-        const uint2 pair = ptx::load_shared_8(columns + group * Tile::kDimCkv * 4);
-        const float first = __uint_as_float(pair.x), second = __uint_as_float(pair.y);
-        output[0] = group == 0 ? first : output[0] + first;
-        output[1] = group == 0 ? second : output[1] + second;
-        sum = group == 0 ? control_.part_sums[0] : sum + control_.part_sums[group];
+      for (int k = 0; k < kLoads; ++k) {
+#pragma unroll
+        for (int e = 0; e < 8; e += 4) {
+          const uint4 x = ptx::load_shared_16(group_place(i, group) + k * 1024 + e * 4);
+          others[k][e] = __uint_as_float(x.x);
+          others[k][e + 1] = __uint_as_float(x.y);
+          others[k][e + 2] = __uint_as_float(x.z);
+          others[k][e + 3] = __uint_as_float(x.w);
+        }
       }
-      const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
-      if (threadIdx.x == 0) end.write_lse(params_);
-      using Bits = typename PackedPair<O>::Bits;
-      reinterpret_cast<Bits*>(end.template row<O>(params_))[threadIdx.x] =
-          PackedPair<O>::pack(output[0] * end.factor, output[1] * end.factor);
+      sum += control_.part_sums[i][group];
+      add(sums, others);
     }
+    write(merge, row, find_largest(merge, row), sum, sums);
   }
 
   const MlaParams& params_;

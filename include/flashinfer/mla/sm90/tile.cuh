@@ -74,13 +74,20 @@ struct MlaControl {
   float row_scale[64];                 // of logits, where queries were widened
   uint32_t share_index, share_count;   // of the rows to merge
   int complete_merge;                  // that an earlier item completed, or -1
-  float part_sums[8];
+  float part_sums[8][8];               // of rows and groups of parts
 };
 
 template <typename Tile>
 inline constexpr int kMlaSharedBytes = Tile::kOffsetControl + static_cast<int>(sizeof(MlaControl));
 
 // Barriers among warps; 0 is __syncthreads. The last is one of each warpgroup.
-enum MlaBarrier { kWeightsOfFirst = 1, kWeightsOfSecond, kItemEnd, kTurn, kGroupBarrier };
+enum MlaBarrier {
+  kWeightsOfFirst = 1,
+  kWeightsOfSecond,
+  kItemEnd,
+  kItemWritten,
+  kTurn,
+  kGroupBarrier
+};
 
 }  // namespace flashinfer
