@@ -31,6 +31,16 @@ namespace emulation {
 inline constexpr size_t kMaxSharedBytes = 227 << 10;
 inline size_t shared_bytes = 0;  // of the launch
 
+// With EMULATION_CLUSTERS, CTAs of a cluster run side by side, as threads of one block, and their
+// shared memories lie one behind the other.
+#if defined(EMULATION_CLUSTERS)
+inline constexpr unsigned kMaxClusterCtas = 2;
+#else
+inline constexpr unsigned kMaxClusterCtas = 1;
+#endif
+inline unsigned cluster_ctas = 1;  // of the launch
+inline uint32_t cta_bytes = 0;     // from one's shared memory to the next one's
+
 template <typename To, typename From>
 inline To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -72,7 +82,7 @@ inline uint16_t float_to_half(float x) {
 
 }  // namespace emulation
 
-alignas(1024) inline char dynamic_shared[emulation::kMaxSharedBytes];
+alignas(1024) inline char dynamic_shared[emulation::kMaxClusterCtas * (emulation::kMaxSharedBytes + 1024)];
 
 inline void __syncthreads() { emulation::block.wait(emulation::State::at_block_barrier); }
 inline void __syncwarp() { emulation::block.wait(emulation::State::at_warp_barrier); }

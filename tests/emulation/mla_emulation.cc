@@ -29,6 +29,11 @@ using Ckv = dtype::FLASHINFER_CFG_DTYPE_KV;
 using Kpe = dtype::FLASHINFER_CFG_DTYPE_KPE;
 using O = dtype::FLASHINFER_CFG_DTYPE_O;
 constexpr int kCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
+#if defined(EMULATION_WIDE)
+constexpr bool kScaled = FLASHINFER_CFG_SCALED_GROUPS;
+#else
+constexpr bool kScaled = false;
+#endif
 
 // Rows of `dim` values with a gap after each, which is NaN.
 template <typename T>
@@ -46,6 +51,23 @@ struct Matrix {
   const T* row(int64_t index) const { return &values[index * pitch]; }
 };
 
+// Scales of a latent row's groups of 128 columns lie behind it.
+void scale_groups(Random& random, Matrix<Ckv>& ckv, int64_t row) {
+  for (int group = 0; group < 4; ++group) {
+    const float scale = std::exp(random.normal(0.5f));
+    std::memcpy(&ckv.values[row * ckv.pitch + kCkv + 4 * group], &scale, sizeof(scale));
+  }
+}
+
+// A scaled value is rounded to the queries' type before it is multiplied.
+float value_of(const Matrix<Ckv>& ckv, int64_t row, int column) {
+  const float value = to_float(ckv.row(row)[column]);
+  if (!kScaled) return value;
+  float scale;
+  std::memcpy(&scale, ckv.row(row) + kCkv + column / 128 * 4, sizeof(scale));
+  return to_float(from_float<Q>(value * scale));
+}
+
 struct Case {
   int heads, page_size, num_pages;
   bool causal, sinks;
@@ -62,10 +84,12 @@ struct Case {
     has_many_parts = random.one_in(6);
     // A CTA merges up to eight rows with all of its warps.
     if (has_many_parts && random.one_in(2)) heads = random.integer(1, 8);
+    if (emulation::kMaxClusterCtas > 1) heads = 128;  // then CTAs share KV rows in pairs
     const int batch = has_many_parts ? 1 : random.integer(1, 4);
     int pages = 0;
     for (int i = 0; i < batch; ++i) {
       int qo_len = random.one_in(6) ? 0 : random.integer(1, 5);
+      if (emulation::kMaxClusterCtas > 1) qo_len = std::min(qo_len, 2);
       if (has_many_parts)
         qo_len = std::min(qo_len, std::max(1, heads > 8 ? 64 / heads : 8 / heads));
       int kv_len = random.one_in(6) ? random.integer(0, 3) : random.integer(1, 500);
@@ -91,6 +115,9 @@ bool check(Random& random) {
                problem.page_size +
            token % problem.page_size;
   };
+  for (int row = 0; kScaled && row < problem.num_pages * problem.page_size; ++row) {
+    scale_groups(random, ckv, row);
+  }
   // What no request has is NaN.
   std::vector<bool> used(problem.num_pages * problem.page_size);
   for (const MlaRequest& request : problem.requests) {
@@ -104,7 +131,8 @@ bool check(Random& random) {
 
   MlaPlanner planner;
   MlaPlan plan = {};
-  const int num_ctas = problem.has_many_parts ? 24 : random.integer(1, 9);
+  int num_ctas = problem.has_many_parts ? 24 : random.integer(1, 9);
+  if (emulation::kMaxClusterCtas > 1) num_ctas = (num_ctas + 1) / 2 * 2;
   const MlaPlanConfig config = {problem.heads, num_ctas, problem.causal, !random.one_in(4)};
   planner.plan(config, problem.requests, plan);
   std::vector<uint4> ints(plan.int_bytes / 16 + 1);
@@ -142,7 +170,7 @@ bool check(Random& random) {
   params.sm_scale_log2 = sm_scale * 1.44269504f;
   params.o_scale = random.one_in(2) ? 1.f : 0.5f;
   params.lse_factor = random.one_in(2) ? 1.f : 0.69314718f;
-  params.rope_factor = sizeof(Ckv) == 1 && random.one_in(2) ? 0.3f : 1.f;
+  params.rope_factor = sizeof(Ckv) == 1 && !kScaled && random.one_in(2) ? 0.3f : 1.f;
   params.causal = problem.causal;
   params.plan_is_older = !random.one_in(3);
   // The second launch finds the plan's counters as the first one left them.
@@ -164,16 +192,16 @@ bool check(Random& random) {
           const int64_t slot = slot_of(request, token);
           double logit = 0.;
           for (int i = 0; i < kCkv; ++i)
-            logit += double{to_float(q_nope.row(row)[i])} * to_float(ckv.row(slot)[i]);
+            logit += double{to_float(q_nope.row(row)[i])} * value_of(ckv, slot, i);
           for (int i = 0; i < kKpe; ++i)
             logit += params.rope_factor * double{to_float(q_pe.row(row)[i])} *
                      to_float(kpe.row(slot)[i]);
           const double weight = std::exp(logit * sm_scale);
           sum += weight;
           for (int i = 0; i < kCkv; ++i) {
-            expected[i] += weight * to_float(ckv.row(slot)[i]);
-            magnitude[i] += weight * std::fabs(to_float(ckv.row(slot)[i]));
-            values[i] += std::fabs(to_float(ckv.row(slot)[i]));
+            expected[i] += weight * value_of(ckv, slot, i);
+            magnitude[i] += weight * std::fabs(value_of(ckv, slot, i));
+            values[i] += std::fabs(value_of(ckv, slot, i));
           }
         }
         const double log_sum = std::log2(sum) * params.lse_factor;

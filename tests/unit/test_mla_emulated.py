@@ -72,16 +72,33 @@ def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> Non
 
 WIDE = "flashinfer/mla/sm90/mla.cuh"
 WIDE_CONSUMER = "flashinfer/mla/sm90/consumer.cuh"
+WIDENER = "flashinfer/mla/sm90/widener.cuh"
+E4M3 = "float8_e4m3fn"
 PART_MERGE = "flashinfer/mla/sm90/part_merge.cuh"
 
 
-def find_wide_fault(emulator: Emulator, dtype: str, dims: tuple[int, int], cases: int = 2) -> str:
-    """The same of the kernel for Hopper with wgmma; a CTA is a cluster of its own."""
+def find_wide_fault(
+    emulator: Emulator,
+    dtypes: tuple[str, str, str],
+    dims: tuple[int, int],
+    *,
+    cases: int = 2,
+    in_pairs: bool = False,
+    scaled: bool = False,
+) -> str:
+    """The same of the kernel for Hopper with wgmma, from queries, ckv and kpe of `dtypes`.
+
+    A CTA is a cluster of its own, or two with the same KV rows are one.
+    """
     shared = "extern __shared__ __align__(1024) char shared[];"
-    emulator.substitute(WIDE, shared, "char* const shared = dynamic_shared;")
+    place = "dynamic_shared + ptx::cluster_rank() * emulation::cta_bytes"
+    emulator.substitute(WIDE, shared, f"char* const shared = {place};")
     options = ["-DEMULATION_ARCH=900", "-DEMULATION_WIDE", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
-    options.append("-DFLASHINFER_CFG_SCALED_GROUPS=0")
-    return build_and_run(emulator, options, (dtype,) * 4, dims, cases)
+    options.append(f"-DFLASHINFER_CFG_SCALED_GROUPS={int(scaled)}")
+    if in_pairs:
+        options.append("-DEMULATION_CLUSTERS")
+    output = dtypes[0] if dtypes[0] != E4M3 else "bfloat16"
+    return build_and_run(emulator, options, (*dtypes, output), dims, cases)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +111,40 @@ def find_wide_fault(emulator: Emulator, dtype: str, dims: tuple[int, int], cases
     ],
 )
 def test_wide(emulator: Emulator, dtype: str, dims: tuple[int, int]) -> None:
-    assert not find_wide_fault(emulator, dtype, dims)
+    assert not find_wide_fault(emulator, (dtype,) * 3, dims)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "dims"),
+    [
+        (("bfloat16", "bfloat16", "bfloat16"), (256, 64)),
+        (("bfloat16", E4M3, E4M3), (256, 64)),
+        pytest.param(("float16", E4M3, "float16"), (512, 64), marks=pytest.mark.full),
+        pytest.param((E4M3, E4M3, E4M3), (256, 0), marks=pytest.mark.full),
+    ],
+)
+def test_pairs_share_rows(
+    emulator: Emulator, dtypes: tuple[str, str, str], dims: tuple[int, int]
+) -> None:
+    assert not find_wide_fault(emulator, dtypes, dims, cases=1, in_pairs=True)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "dims"),
+    [
+        (("bfloat16", E4M3, "bfloat16"), (256, 64)),
+        pytest.param(("bfloat16", E4M3, E4M3), (512, 64), marks=pytest.mark.full),
+        pytest.param((E4M3, E4M3, E4M3), (512, 0), marks=pytest.mark.full),
+    ],
+)
+def test_widening(emulator: Emulator, dtypes: tuple[str, str, str], dims: tuple[int, int]) -> None:
+    assert not find_wide_fault(emulator, dtypes, dims)
+
+
+@pytest.mark.parametrize("in_pairs", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
+    dtypes = ("bfloat16", E4M3, "bfloat16")
+    assert not find_wide_fault(emulator, dtypes, (512, 64), cases=1, in_pairs=in_pairs, scaled=True)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +163,24 @@ def test_faults_of_the_wide_kernel_are_found(
     emulator: Emulator, header: str, statement: str, other: str
 ) -> None:
     emulator.substitute(header, statement, other)
-    assert find_wide_fault(emulator, "bfloat16", (256, 0), cases=8)
+    assert find_wide_fault(emulator, ("bfloat16",) * 3, (256, 0), cases=8)
+
+
+@pytest.mark.parametrize(
+    ("statement", "other"),
+    one_by_default(
+        [
+            ("ptx::mbarrier_arrive_expect(full, kWarpRows * 128);", "ptx::mbarrier_arrive(full);"),
+            ("ptx::mbarrier_wait(address(control_.kv_empty[block][half]), parity);", ""),
+            ("load_half(loaded[1], next, first);", "load_half(loaded[1], next, second);"),
+        ]
+    ),
+)
+def test_faults_of_shared_widening_are_found(
+    emulator: Emulator, statement: str, other: str
+) -> None:
+    emulator.substitute(WIDENER, statement, other)
+    assert find_wide_fault(emulator, ("bfloat16", E4M3, E4M3), (256, 0), in_pairs=True)
 
 
 def find_narrow_fault(

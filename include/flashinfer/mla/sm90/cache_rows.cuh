@@ -3,25 +3,34 @@
 
 #include <cstdint>
 #include <flashinfer/mla/mla_params.h>
+#include <flashinfer/ptx/cluster.cuh>
 
 namespace flashinfer {
 
-// Four warps have 16 rows of a block each; lane i knows row i % 16 of its warp's.
+// Four warps have 16 rows of a block each; lane i knows row i % 16 of its warp's. Where two CTAs
+// share the rows, their eight warps have 8 each, and lane i knows row i % 8.
 //
 // Rows beyond the item repeat its last one, and pages that do not exist the cache's last one, so
 // that no load has a condition: the compiler would load into other registers, copy from there, and
 // so wait for each load at once. What rows beyond the item hold gets no weight.
-template <typename Kpe>
+template <typename Kpe, int kSharers = 1>
 class MlaCacheRows {
  public:
-  static constexpr int kWarpRows = 16;
+  static constexpr int kWarpRows = 16 / kSharers;
   // In units of 16 bytes.
   struct Places {
     int ckv, kpe;
   };
 
   __device__ __forceinline__ explicit MlaCacheRows(const MlaParams& params)
-      : params_(params), row_(threadIdx.x / 32 % 4 * kWarpRows + threadIdx.x % kWarpRows) {}
+      : params_(params), row_(first_row() + threadIdx.x % kWarpRows) {}
+
+  // The warp's first row of a block.
+  __device__ __forceinline__ static int first_row() {
+    const int warp = threadIdx.x / 32 % 4;
+    if constexpr (kSharers == 1) return warp * kWarpRows;
+    return (static_cast<int>(ptx::cluster_rank()) * 4 + warp) * kWarpRows;
+  }
 
   __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {
     const uint32_t number = params_.page_size.divide(token_of(item, block_token));

@@ -263,6 +263,8 @@ class MlaConsumer {
     const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
     const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
     ptx::mbarrier_wait(address(control_.kv_full[kGroup][chunk]), phase_);
+    // The other CTA of a cluster may have widened rows, whose stores only this side can order.
+    if (Tile::kWidens) ptx::async_proxy_fence();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {

@@ -42,8 +42,8 @@ inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges, bool en
   encode(sm90.ckv, params.ckv, Tile::kDimCkv);
   encode(sm90.kpe, params.kpe, Tile::kDimKpe);
   // Then CTAs 2 i and 2 i + 1 always have the same KV rows: tiles of the same token.
-  const bool shares =
-      sm90.box_rows != 0 && params.num_heads.divisor % 128 == 0 && params.num_ctas % 2 == 0;
+  const bool shares = (Tile::kWidens || sm90.box_rows != 0) &&
+                      params.num_heads.divisor % 128 == 0 && params.num_ctas % 2 == 0;
   return launch_kernel(mla_sm90_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
                        kMlaSharedBytes<Tile>, stream, enable_pdl, sm90, shares ? 2 : 0);
 }

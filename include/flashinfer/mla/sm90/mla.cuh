@@ -52,7 +52,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warpgroup_idx == 2) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
     if constexpr (Tile::kWidens) {
-      MlaWidener<Tile>(params.mla, shared, control).run();
+      if (ptx::cluster_size() == 2) {
+        MlaWidener<Tile, 2>(params.mla, shared, control).run();
+      } else {
+        MlaWidener<Tile, 1>(params.mla, shared, control).run();
+      }
     } else {
       MlaProducer<Tile>(params, shared, control).run();
     }

@@ -1,10 +1,12 @@
 // The warpgroup that feeds the others from caches of 8 bits: its four warps load KV, make float16
 // of it, which represents every e4m3 value, and store it where the copy engine would.
 //
-// Each warp has 16 rows of a block. Its loads of 16 bytes are under way over the borders of parts
-// and blocks: a half of a block comes in two batches, kpe in a third, and registers that have been
-// stored are loaded anew, a batch at a time. A batch and not a register, because a thread waits for
-// loads by few counters: a load that is waited for would wait for younger ones.
+// Each warp has 16 rows of a block, and loads half of their columns at a time into registers. Loads
+// for the next half are asked for when all of the half at hand is stored, and not earlier: a thread
+// waits for loads by few counters, so that one that is waited for would wait for younger ones.
+//
+// The two CTAs of a cluster have the same KV rows. Each widens half of them and stores them in both
+// shared memories. A warp then has 8 rows, and loads all of their columns at a time.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -14,25 +16,32 @@
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/sm90/cache_rows.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/global.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/mbarrier_cluster.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/shared.cuh>
+#include <type_traits>
 
 namespace flashinfer {
 
-template <typename Tile>
+template <typename Tile, int kSharers>
 class MlaWidener {
   using T = typename Tile::T;
   using Q = typename Tile::Q;
   using Kpe = typename Tile::Kpe;
+  using CacheRows = MlaCacheRows<Kpe, kSharers>;
+  static constexpr int kWarpRows = CacheRows::kWarpRows;
   static constexpr int kHalfColumns = Tile::kDimCkv / 2;
-  static constexpr int kRowLanes = kHalfColumns / 16;  // that load a half of a row
-  static constexpr int kLoads = 16 * kRowLanes / 32;   // of a half of the 16 rows
-  static constexpr int kBatch = kLoads / 2;
+  static constexpr int kRowLanes = kHalfColumns / 16;        // that load a half of a row
+  static constexpr int kLoads = kWarpRows * kRowLanes / 32;  // of a half of the warp's rows
+  static constexpr int kHalves = kSharers;                   // that are loaded at a time
   // Lanes that load a row of kpe, and loads.
   static constexpr int kRopeLanes = Tile::kDimKpe * static_cast<int>(sizeof(Kpe)) / 16;
-  static constexpr int kRopeLoads = kRopeLanes / 2;
+  static constexpr int kRopeLoads = kWarpRows * kRopeLanes / 32;
+  // Lanes that know the same row, and scales of it that each of them holds.
+  static constexpr int kSameRow = 32 / kWarpRows, kLaneScales = 4 / kSameRow;
 
  public:
   __device__ __forceinline__ MlaWidener(const MlaParams& params, char* shared, MlaControl& control)
@@ -42,6 +51,7 @@ class MlaWidener {
         shared_(ptx::shared_address(shared)) {
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
+    if (kSharers == 2) to_other_ = ptx::remote_address(shared_, ptx::cluster_rank() ^ 1) - shared_;
   }
 
   __device__ __forceinline__ void run() {
@@ -63,19 +73,17 @@ class MlaWidener {
 
   // ---- Queries ----
 
-  // Eight values as floats.
-  template <typename U>
-  __device__ __forceinline__ static void load_8(const U* source, float (&values)[8]) {
-    if constexpr (sizeof(U) == 1) {
-      const uint2 bytes = *reinterpret_cast<const uint2*>(source);
+  // Eight values, and as floats.
+  using Eight = std::conditional_t<sizeof(Q) == 1, uint2, uint4>;
+  __device__ __forceinline__ static void to_floats(const Eight& bits, float (&values)[8]) {
+    if constexpr (sizeof(Q) == 1) {
       uint32_t pairs[4];
-      float8_to_half2<U>(bytes.x, pairs[0], pairs[1]);
-      float8_to_half2<U>(bytes.y, pairs[2], pairs[3]);
+      float8_to_half2<Q>(bits.x, pairs[0], pairs[1]);
+      float8_to_half2<Q>(bits.y, pairs[2], pairs[3]);
       unpack<dtype::float16>(pairs, values);
     } else {
-      const uint4 bits = *reinterpret_cast<const uint4*>(source);
       const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-      unpack<U>(pairs, values);
+      unpack<Q>(pairs, values);
     }
   }
   template <typename U>
@@ -94,82 +102,102 @@ class MlaWidener {
     return {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 
-  // A warp has a row at a time; rows beyond the request become zeros.
+  static constexpr int kQueryColumns = (Tile::kDimCkv + Tile::kDimKpe) / 8;  // of eight values
+  static constexpr int kQueryPasses = ceil_div(kQueryColumns, 32);
+  using QueryRow = Eight[kQueryPasses];
+
+  // A warp has a few rows at a time, whose loads are under way together.
   __device__ __forceinline__ void load_query(const MlaWorkItem item, uint32_t parity) {
-    constexpr int kColumnsCkv = Tile::kDimCkv / 8, kColumns = kColumnsCkv + Tile::kDimKpe / 8;
-    constexpr int kPasses = ceil_div(kColumns, 32);
-    const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+    constexpr int kTogether = 4, kWarps = 4;
     ptx::mbarrier_wait(address(control_.q_empty), parity ^ 1);
 #pragma unroll 1
-    for (int row = warp_idx_; row < Tile::kRows; row += 4) {
-      const uint32_t packed = item.row_begin + row;
-      const uint32_t token = params_.num_heads.divide(packed);
-      const int64_t head = packed - token * params_.num_heads.divisor;
-      const auto first = [&](const MlaRows& rows) {
-        return static_cast<const Q*>(rows.data) +
-               (item.qo_begin + int64_t{token}) * rows.stride_token + head * rows.stride_head;
-      };
-      float values[kPasses][8] = {};
-      float largest = 0.f;
+    for (int first = warp_idx_; first < Tile::kRows; first += kTogether * kWarps) {
+      QueryRow rows[kTogether];
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        const int column = i * 32 + lane_idx_;
-        if (row < num_rows && column < kColumns) {
-          const bool is_ckv = column < kColumnsCkv;
-          load_8(is_ckv ? first(params_.q_nope) + column * 8
-                        : first(params_.q_pe) + (column - kColumnsCkv) * 8,
-                 values[i]);
-          if (!is_ckv) {
+      for (int i = 0; i < kTogether; ++i) read_query(item, first + i * kWarps, rows[i]);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) values[i][e] *= params_.rope_factor;
-          }
-        }
-#pragma unroll
-        for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(values[i][e]));
-      }
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-      }
-      // The largest value gets the exponent 14, of float16's 15.
-      const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 15u), 253u);
-      const float factor = __uint_as_float((268 - exponent) << 23);
-      if (lane_idx_ == 0) control_.row_scale[row] = __uint_as_float((exponent - 14) << 23);
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        const int column = i * 32 + lane_idx_;
-        if (column >= kColumns) break;
-        ptx::store_shared_16(shared_ + Tile::kOffsetQ + swizzled_offset<64>(row, column),
-                             pack_8(values[i], factor));
-      }
+      for (int i = 0; i < kTogether; ++i) store_query(first + i * kWarps, rows[i]);
     }
     ptx::async_proxy_fence();
     __syncwarp();
     if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.q_full));
   }
 
-  // ---- Blocks ----
-
-  // Where lane i's row lies. Lanes i and i + 16 share a row; `scales` are those of groups i / 16
-  // and i / 16 + 2.
-  struct Rows : MlaCacheRows<Kpe>::Places {
-    float scales[Tile::kScaled ? 2 : 1];
-  };
-
-  __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {
-    return MlaCacheRows<Kpe>(params_).find_page(item, block_token);
+  // Rows beyond the request are zeros.
+  __device__ __forceinline__ void read_query(const MlaWorkItem& item, int row,
+                                             QueryRow& values) const {
+    constexpr int kColumnsCkv = Tile::kDimCkv / 8;
+    const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+    const uint32_t packed = item.row_begin + row;
+    const uint32_t token = params_.num_heads.divide(packed);
+    const int64_t head = packed - token * params_.num_heads.divisor;
+    const auto first = [&](const MlaRows& rows) {
+      return static_cast<const Q*>(rows.data) +
+             (item.qo_begin + int64_t{token}) * rows.stride_token + head * rows.stride_head;
+    };
+#pragma unroll
+    for (int i = 0; i < kQueryPasses; ++i) {
+      const int column = i * 32 + lane_idx_;
+      values[i] = {};
+      if (row < num_rows && column < kQueryColumns) {
+        const Q* const source = column < kColumnsCkv
+                                    ? first(params_.q_nope) + column * 8
+                                    : first(params_.q_pe) + (column - kColumnsCkv) * 8;
+        values[i] = *reinterpret_cast<const Eight*>(source);
+      }
+    }
   }
 
-  __device__ __forceinline__ Rows find_rows(const MlaWorkItem& item, int found_page,
-                                            int block_token) const {
-    Rows rows = {MlaCacheRows<Kpe>(params_).find(item, found_page, block_token), {}};
-    if constexpr (Tile::kScaled) {
-      const auto* row = static_cast<const uint4*>(params_.ckv.data) + int64_t{rows.ckv};
-      const float* scales = reinterpret_cast<const float*>(row + Tile::kDimCkv / 16);
-      rows.scales[0] = scales[lane_idx_ / 16];
-      rows.scales[1] = scales[lane_idx_ / 16 + 2];
+  __device__ __forceinline__ void store_query(int row, const QueryRow& loaded) const {
+    float values[kQueryPasses][8];
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < kQueryPasses; ++i) {
+      to_floats(loaded[i], values[i]);
+      if (i * 32 + lane_idx_ >= Tile::kDimCkv / 8) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) values[i][e] *= params_.rope_factor;
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(values[i][e]));
     }
-    return rows;
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+    }
+    // The largest value gets the exponent 14, of float16's 15.
+    const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 15u), 253u);
+    const float factor = __uint_as_float((268 - exponent) << 23);
+    if (lane_idx_ == 0) control_.row_scale[row] = __uint_as_float((exponent - 14) << 23);
+#pragma unroll
+    for (int i = 0; i < kQueryPasses; ++i) {
+      const int column = i * 32 + lane_idx_;
+      if (column >= kQueryColumns) break;
+      ptx::store_shared_16(shared_ + Tile::kOffsetQ + swizzled_offset<64>(row, column),
+                           pack_8(values[i], factor));
+    }
+  }
+
+  // ---- Blocks ----
+
+  // Where the row that the lane knows lies.
+  using Places = typename CacheRows::Places;
+  // Of the kSameRow lanes that know a row, lane i has the scales of groups i, i + kSameRow, ...
+  struct Scales {
+    float groups[kLaneScales];
+  };
+
+  __device__ __forceinline__ Scales load_scales(const Places& places) const {
+    Scales scales = {};
+    if constexpr (Tile::kScaled) {
+      const auto* row = static_cast<const uint4*>(params_.ckv.data) + int64_t{places.ckv};
+      const float* of_row = reinterpret_cast<const float*>(row + Tile::kDimCkv / 16);
+#pragma unroll
+      for (int i = 0; i < kLaneScales; ++i) {
+        scales.groups[i] = of_row[lane_idx_ / kWarpRows + i * kSameRow];
+      }
+    }
+    return scales;
   }
 
   __device__ __forceinline__ static uint4 load(const void* base, int row_unit, int unit) {
@@ -177,22 +205,30 @@ class MlaWidener {
                                (static_cast<int64_t>(row_unit) + unit));
   }
 
-  // Load `i` of a half: 32 / kRowLanes rows.
-  __device__ __forceinline__ uint4 load_half(const Rows& rows, int half, int i) const {
-    const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
-    return load(params_.ckv.data, __shfl_sync(0xffffffffu, rows.ckv, row),
-                half * kRowLanes + lane_idx_ % kRowLanes);
+  // Load i of a half has 32 / kRowLanes rows.
+  __device__ __forceinline__ void load_half(uint4 (&loaded)[kLoads], const Places& places,
+                                            int half) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
+      loaded[i] = load(params_.ckv.data, __shfl_sync(0xffffffffu, places.ckv, row),
+                       half * kRowLanes + lane_idx_ % kRowLanes);
+    }
   }
-  __device__ __forceinline__ uint4 load_rope(const Rows& rows, int i) const {
-    if constexpr (kRopeLanes == 0) return {0, 0, 0, 0};
+  __device__ __forceinline__ void load_rope(uint4 (&loaded)[kRopeLoads + 1],
+                                            const Places& places) const {
     constexpr int kLanes = kRopeLanes == 0 ? 1 : kRopeLanes;
-    const int row = i * (32 / kLanes) + lane_idx_ / kLanes;
-    return load(params_.kpe.data, __shfl_sync(0xffffffffu, rows.kpe, row), lane_idx_ % kLanes);
+#pragma unroll
+    for (int i = 0; i < kRopeLoads; ++i) {
+      const int row = i * (32 / kLanes) + lane_idx_ / kLanes;
+      loaded[i] =
+          load(params_.kpe.data, __shfl_sync(0xffffffffu, places.kpe, row), lane_idx_ % kLanes);
+    }
   }
 
   // ---- Stores ----
   //
-  // A warp stores the rows of load `i` of its 16 rows, `kLanes` lanes a row. Their places differ
+  // A warp stores the rows of load `i` of its rows, `kLanes` lanes a row. Their places differ
   // from those of load 0 by constants, which the swizzle's exclusive-or keeps apart from the rest.
 
   template <int kLanes>
@@ -203,18 +239,25 @@ class MlaWidener {
   // Where the lane stores unit `unit` of 16 bytes of load 0, in a block at `block`.
   template <int kLanes>
   __device__ __forceinline__ uint32_t first_place(uint32_t block, int unit) const {
-    return block + swizzled_offset<64>(warp_idx_ * 16 + lane_idx_ / kLanes, unit);
+    return block + swizzled_offset<64>(CacheRows::first_row() + lane_idx_ / kLanes, unit);
   }
 
   // Lanes of odd groups of four store their second eight values first, so that eight lanes use all
   // banks.
   __device__ __forceinline__ bool swaps() const { return lane_idx_ / 4 % 2 != 0; }
 
-  __device__ __forceinline__ void store_16(uint32_t target, const uint4& bytes, float scale) const {
+  // Stores in a chunk whose barrier is at `full`.
+  __device__ __forceinline__ void store_16(uint32_t target, uint32_t full, const uint4& bytes,
+                                           float scale) const {
     const uint2 first = swaps() ? uint2{bytes.z, bytes.w} : uint2{bytes.x, bytes.y};
     const uint2 second = swaps() ? uint2{bytes.x, bytes.y} : uint2{bytes.z, bytes.w};
-    ptx::store_shared_16(target, widen(first, scale));
-    ptx::store_shared_16(target ^ 16, widen(second, scale));
+    store(target, full, widen(first, scale));
+    store(target ^ 16, full, widen(second, scale));
+  }
+  // The other CTA's barrier counts the bytes that come from this one.
+  __device__ __forceinline__ void store(uint32_t target, uint32_t full, const uint4& value) const {
+    ptx::store_shared_16(target, value);
+    if (kSharers == 2) ptx::store_remote_16(target + to_other_, full + to_other_, value);
   }
   __device__ __forceinline__ static uint4 widen(const uint2& bytes, float scale) {
     uint32_t pairs[4];
@@ -230,21 +273,37 @@ class MlaWidener {
     return shared_ + Tile::kOffsetK + block * Tile::kBlockBytes;
   }
 
-  // `target`: of load 0.
-  __device__ __forceinline__ void store_half(const uint4& loaded, const Rows& rows, int half, int i,
-                                             uint32_t target) const {
-    float scale = 1.f;
-    if constexpr (Tile::kScaled) {
-      const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
-      const float of_half = half == kLeft ? rows.scales[0] : rows.scales[1];
-      scale = __shfl_sync(0xffffffffu, of_half, row + lane_idx_ / 8 % 2 * 16);
+  __device__ __forceinline__ uint32_t full_barrier(int block, int chunk) const {
+    return address(control_.kv_full[block][chunk]);
+  }
+
+  // Stores a half of a block as soon as its place is free.
+  __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], const Scales& scales,
+                                             int block, int half, uint32_t parity) const {
+    const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
+    const uint32_t target =
+        first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
+    const uint32_t full = full_barrier(block, unit / 4);
+    ptx::mbarrier_wait(address(control_.kv_empty[block][half]), parity);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      float scale = 1.f;
+      if constexpr (Tile::kScaled) {
+        const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
+        const int group = lane_idx_ / 8 % 2 + (kSharers == 2 ? 2 * half : 0);
+        const float own =
+            kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
+        scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
+      }
+      store_16(place<kRowLanes>(target, i), full, loaded[i], scale);
     }
-    store_16(place<kRowLanes>(target, i), loaded, scale);
+    announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
   __device__ __forceinline__ void store_rope(const uint4 (&loaded)[kRopeLoads + 1],
                                              int block) const {
     constexpr int kLanes = kRopeLanes == 0 ? 1 : kRopeLanes;
     const int unit = lane_idx_ % kLanes;
+    const uint32_t full = full_barrier(block, Tile::kChunksCkv);
     const uint32_t first =
         first_place<kLanes>(block_address(block) + Tile::kChunksCkv * Tile::kChunkBytes,
                             sizeof(Kpe) == 1 ? 2 * unit + (swaps() ? 1 : 0) : unit);
@@ -252,14 +311,14 @@ class MlaWidener {
     for (int i = 0; i < kRopeLoads; ++i) {
       const uint32_t target = place<kLanes>(first, i);
       if constexpr (std::is_same_v<Kpe, T>) {
-        ptx::store_shared_16(target, loaded[i]);
+        store(target, full, loaded[i]);
       } else if constexpr (sizeof(Kpe) == 1) {
-        store_16(target, loaded[i], 1.f);
+        store_16(target, full, loaded[i], 1.f);
       } else {
         float values[8];
         const uint32_t pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
         unpack<Kpe>(pairs, values);
-        ptx::store_shared_16(target, pack_8(values, 1.f));
+        store(target, full, pack_8(values, 1.f));
       }
     }
     if (kRopeLoads != 0) announce(block, Tile::kChunksCkv, 1);
@@ -267,16 +326,21 @@ class MlaWidener {
 
   __device__ __forceinline__ void widen_blocks(const MlaWorkItem item) {
     if (item.kv_begin >= item.kv_end || params_.num_pages == 0) return;
+    const CacheRows cache_rows(params_);
     // `loaded` and `rope` are stored next. Places of blocks are found a block before their loads,
     // pages two.
-    uint4 loaded[2][kBatch], rope[kRopeLoads + 1];
-    const auto find = [&](int token) { return find_rows(item, find_page(item, token), token); };
-    Rows rows = find(item.kv_begin), next = find(item.kv_begin + Tile::kBlock);
-    int page = find_page(item, item.kv_begin + 2 * Tile::kBlock);
+    uint4 loaded[kHalves][kLoads], rope[kRopeLoads + 1];
+    const auto find = [&](int token) {
+      return cache_rows.find(item, cache_rows.find_page(item, token), token);
+    };
+    const Places places = find(item.kv_begin);
+    Places next = find(item.kv_begin + Tile::kBlock);
+    int page = cache_rows.find_page(item, item.kv_begin + 2 * Tile::kBlock);
+    Scales scales = load_scales(places), next_scales = load_scales(next);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) loaded[i / kBatch][i % kBatch] = load_half(rows, kLeft, i);
-#pragma unroll
-    for (int i = 0; i < kRopeLoads; ++i) rope[i] = load_rope(rows, i);
+    for (int i = 0; i < kHalves; ++i) load_half(loaded[i], places, i == 0 ? kLeft : kRight);
+    load_rope(rope, places);
+    Places own = places;  // of the block at hand
 #pragma unroll 1
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
@@ -285,44 +349,33 @@ class MlaWidener {
       // The second block's halves are multiplied the other way round, so that this block's second
       // half is followed by the next block's.
       const int first = block == 0 ? kLeft : kRight, second = 1 - first;
-      move_half(loaded, rows, block, first, parity, rows);
-      move_half(loaded, rows, block, second, parity, next);
+      store_half(loaded[0], scales, block, first, parity);
+      const Places later = cache_rows.find(item, page, token + 2 * Tile::kBlock);
+      if constexpr (kHalves == 1) load_half(loaded[0], own, second);
+      store_half(loaded[kHalves - 1], scales, block, second, parity);
       store_rope(rope, block);
-#pragma unroll
-      for (int i = 0; i < kRopeLoads; ++i) rope[i] = load_rope(next, i);
-      rows = next;
-      next = find_rows(item, page, token + 2 * Tile::kBlock);
-      page = find_page(item, token + 3 * Tile::kBlock);
+      scales = next_scales;
+      __syncwarp();  // no load goes before the stores
+      load_half(loaded[0], next, second);
+      if constexpr (kHalves == 2) load_half(loaded[1], next, first);
+      load_rope(rope, next);
+      own = next;
+      next = later;
+      next_scales = load_scales(next);
+      page = cache_rows.find_page(item, token + 3 * Tile::kBlock);
     }
   }
 
-  // Stores what is loaded as a half of a block, and loads the second half of rows `following`.
-  __device__ __forceinline__ void move_half(uint4 (&loaded)[2][kBatch], const Rows& rows, int block,
-                                            int half, uint32_t parity, const Rows& following) {
-    const int second = block == 0 ? kRight : kLeft;
-    const uint32_t target = first_place<kRowLanes>(
-        block_address(block), 2 * (half * kRowLanes + lane_idx_ % kRowLanes) + (swaps() ? 1 : 0));
-    ptx::mbarrier_wait(address(control_.kv_empty[block][half]), parity);
-#pragma unroll
-    for (int batch = 0; batch < 2; ++batch) {
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        store_half(loaded[batch][i], rows, half, batch * kBatch + i, target);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        loaded[batch][i] = load_half(following, second, batch * kBatch + i);
-      }
-      __syncwarp();  // mixed with the other batch, these would need more registers
-    }
-    announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
-  }
-
+  // The rows are there: the warp's, and as many that the other CTA's warp stores.
   __device__ __forceinline__ void announce(int block, int first_chunk, int num_chunks) const {
     ptx::async_proxy_fence();
     __syncwarp();
-    if (lane_idx_ < num_chunks) {
-      ptx::mbarrier_arrive(address(control_.kv_full[block][first_chunk + lane_idx_]));
+    if (lane_idx_ >= num_chunks) return;
+    const uint32_t full = full_barrier(block, first_chunk + lane_idx_);
+    if constexpr (kSharers == 1) {
+      ptx::mbarrier_arrive(full);
+    } else {
+      ptx::mbarrier_arrive_expect(full, kWarpRows * 128);
     }
   }
 
@@ -331,7 +384,8 @@ class MlaWidener {
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_;
-  uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty
+  uint32_t to_other_ = 0;  // from an address in shared memory to the same one in the other CTA
+  uint32_t phases_ = 3;    // bit b: the parity that says that block b is empty
 };
 
 }  // namespace flashinfer

@@ -1,12 +1,13 @@
-// In place of the product's header: each CTA is a cluster of its own.
+// In place of the product's header: each CTA is a cluster of its own, unless CTAs run side by side
+// (EMULATION_CLUSTERS).
 #pragma once
 
 #include <flashinfer/ptx/shared.cuh>
 
 namespace flashinfer::ptx {
 
-inline uint32_t cluster_rank() { return 0; }
-inline uint32_t cluster_size() { return 1; }
+inline uint32_t cluster_rank() { return emulation::block.thread() / blockDim.x; }
+inline uint32_t cluster_size() { return emulation::cluster_ctas; }
 inline void cluster_arrive() {}
 inline void cluster_wait() { emulation::block.wait(emulation::State::at_block_barrier); }
 inline uint32_t cluster_address(const void* pointer, uint32_t) { return shared_address(pointer); }

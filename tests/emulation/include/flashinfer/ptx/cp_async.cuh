@@ -33,7 +33,7 @@ inline void copy_async(uint32_t address, const void* source, bool valid) {
   }
   if (address + kBytes > emulation::shared_bytes) emulation::fail("cp.async past shared memory");
   std::memset(dynamic_shared + address, 0xff, kBytes);
-  emulated::open_group[threadIdx.x].push_back(
+  emulated::open_group[emulation::block.thread()].push_back(
       {dynamic_shared + address, valid ? source : nullptr, kBytes});
 }
 
@@ -48,14 +48,14 @@ inline void cp_async_4(uint32_t address, const void* source, bool valid) {
 }
 
 inline void cp_async_commit() {
-  auto& open = emulated::open_group[threadIdx.x];
-  emulated::groups[threadIdx.x].push_back(std::move(open));
+  auto& open = emulated::open_group[emulation::block.thread()];
+  emulated::groups[emulation::block.thread()].push_back(std::move(open));
   open.clear();
 }
 
 template <int kPending>
 inline void cp_async_wait() {
-  auto& groups = emulated::groups[threadIdx.x];
+  auto& groups = emulated::groups[emulation::block.thread()];
   while (groups.size() > kPending) {
     for (const emulated::Copy& copy : groups.front()) {
       if (copy.source != nullptr) {

@@ -13,19 +13,23 @@ struct NamedBarrier {
 };
 inline std::map<int, NamedBarrier> named_barriers;
 
+// Each CTA of a cluster has its own.
+inline int named_barrier_key(int id) { return static_cast<int>(blockIdx.x) * 16 + id; }
+
 }  // namespace emulated
 
 inline void named_barrier_arrive(int id, int threads) {
-  emulated::NamedBarrier& barrier = emulated::named_barriers[id];
+  emulated::NamedBarrier& barrier = emulated::named_barriers[emulated::named_barrier_key(id)];
   if (++barrier.arrived < threads) return;
   barrier.arrived = 0;
   ++barrier.phase;
 }
 
 inline void named_barrier_sync(int id, int threads) {
-  const uint32_t phase = emulated::named_barriers[id].phase;
+  const int key = emulated::named_barrier_key(id);
+  const uint32_t phase = emulated::named_barriers[key].phase;
   named_barrier_arrive(id, threads);
-  emulation::block.wait_for([=] { return emulated::named_barriers[id].phase != phase; });
+  emulation::block.wait_for([=] { return emulated::named_barriers[key].phase != phase; });
 }
 
 }  // namespace flashinfer::ptx

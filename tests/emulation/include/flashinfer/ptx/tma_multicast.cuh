@@ -1,6 +1,7 @@
-// In place of the product's header: each CTA is a cluster of its own, and there is no cache.
+// In place of the product's header: there is no cache.
 #pragma once
 
+#include <flashinfer/ptx/mbarrier_cluster.cuh>
 #include <flashinfer/ptx/tma.cuh>
 
 namespace flashinfer::ptx {
@@ -15,8 +16,12 @@ inline void tma_load_hinted(uint32_t shared, const void* map, uint32_t barrier, 
                             uint64_t) {
   tma_load(shared, map, barrier, x, y, z);
 }
-inline void tma_load_multicast(uint32_t, const void*, uint32_t, int, int, int, uint16_t) {
-  emulation::fail("a copy to several CTAs");
+inline void tma_load_multicast(uint32_t shared, const void* map, uint32_t barrier, int x, int y,
+                               int z, uint16_t ctas) {
+  for (unsigned rank = 0; rank < emulation::cluster_ctas; ++rank) {
+    if ((ctas >> rank & 1) == 0) continue;
+    tma_load(remote_address(shared, rank), map, remote_address(barrier, rank), x, y, z);
+  }
 }
 inline void tma_prefetch_map(const void*) {}
 
