@@ -31,8 +31,8 @@ namespace emulation {
 inline constexpr size_t kMaxSharedBytes = 227 << 10;
 inline size_t shared_bytes = 0;  // of the launch
 
-// With EMULATION_CLUSTERS, CTAs of a cluster run side by side, as threads of one block, and their
-// shared memories lie one behind the other.
+// With EMULATION_CLUSTERS, the CTAs of a cluster run as threads of one block. The shared memory of
+// CTA r begins at r * cta_bytes.
 #if defined(EMULATION_CLUSTERS)
 inline constexpr unsigned kMaxClusterCtas = 2;
 #else
@@ -82,7 +82,8 @@ inline uint16_t float_to_half(float x) {
 
 }  // namespace emulation
 
-alignas(1024) inline char dynamic_shared[emulation::kMaxClusterCtas * (emulation::kMaxSharedBytes + 1024)];
+alignas(1024) inline char dynamic_shared[emulation::kMaxClusterCtas *
+                                         (emulation::kMaxSharedBytes + 1024)];
 
 inline void __syncthreads() { emulation::block.wait(emulation::State::at_block_barrier); }
 inline void __syncwarp() { emulation::block.wait(emulation::State::at_warp_barrier); }

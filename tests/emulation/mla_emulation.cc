@@ -51,7 +51,7 @@ struct Matrix {
   const T* row(int64_t index) const { return &values[index * pitch]; }
 };
 
-// Scales of a latent row's groups of 128 columns lie behind it.
+// Writes the scales of a latent row's four groups after the row.
 void scale_groups(Random& random, Matrix<Ckv>& ckv, int64_t row) {
   for (int group = 0; group < 4; ++group) {
     const float scale = std::exp(random.normal(0.5f));

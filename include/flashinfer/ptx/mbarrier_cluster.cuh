@@ -72,8 +72,8 @@ __device__ __forceinline__ void store_remote(uint32_t shared, uint32_t barrier, 
 __device__ __forceinline__ void store_remote_16(uint32_t remote, uint32_t remote_barrier,
                                                 const uint4& value) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];"
-      ::"r"(remote),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
+      "[%1];" ::"r"(remote),
       "r"(remote_barrier), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
       : "memory");
 }

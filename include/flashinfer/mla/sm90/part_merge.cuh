@@ -33,7 +33,7 @@ class MlaPartMerge {
                                           uint32_t shared)
       : params_(params), control_(control), shared_(shared) {}
 
-  // Of the CTA's items only the first and the last can be parts.
+  // The CTA counts its first and its last item; the others are whole tiles.
   __device__ __forceinline__ void count_start(int begin, int end) const {
     if (params_.counters == nullptr || threadIdx.x != 0 || begin == end) return;
     control_.complete_merge = -1;

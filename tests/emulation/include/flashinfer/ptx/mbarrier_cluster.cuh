@@ -1,4 +1,4 @@
-// In place of the product's header: the shared memories of a cluster lie one behind the other.
+// In place of the product's header: the shared memory of CTA r begins at r * cta_bytes.
 #pragma once
 
 #include <flashinfer/ptx/mbarrier.cuh>
