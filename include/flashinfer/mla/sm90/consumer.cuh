@@ -30,8 +30,14 @@
 
 namespace flashinfer {
 
-template <typename Tile, int kGroup>
+// `kSharers`: CTAs of the cluster, which have the same KV rows.
+template <typename Tile, int kGroup, int kSharers>
 class MlaConsumer {
+  // Whether products are asked for before the ones at hand have ended, so that the tensor cores
+  // always have some: the next step's first logits before the last values, the first block's values
+  // before the second softmax. KV is then given back later, which costs more where steps wait for
+  // memory: with few heads.
+  static constexpr bool kAhead = kSharers == 2 || Tile::kWidens;
   using T = typename Tile::T;
   static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
   static constexpr float kHeadroom = 8.f;
@@ -49,10 +55,10 @@ class MlaConsumer {
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
     row_ = warp_idx_ * 16 + lane_idx_ / 4;
-    if (ptx::cluster_size() > 1) other_cta_ = static_cast<int>(ptx::cluster_rank() ^ 1);
   }
 
-  __device__ __forceinline__ void run() {
+  // Returns the merge of the last item's part, or -1.
+  __device__ __forceinline__ int run() {
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
     MlaWorkItem item = {};
     if (begin < end) item = params_.items[begin];
@@ -64,6 +70,7 @@ class MlaConsumer {
       attend(item, (i - begin) % 2);
       if (i + 1 < end) merge.template end_item<kGroup>(item);
     }
+    return begin < end && item.slot >= 0 ? item.merge : -1;
   }
 
  private:
@@ -82,8 +89,9 @@ class MlaConsumer {
   __device__ __forceinline__ void give_back(uint64_t& barrier) const {
     __syncwarp();
     if (lane_idx_ == 0) ptx::mbarrier_arrive(address(barrier));
-    if (lane_idx_ == 1 && other_cta_ >= 0) {
-      ptx::mbarrier_arrive_relaxed(ptx::remote_address(address(barrier), other_cta_));
+    if (kSharers == 2 && lane_idx_ == 1) {
+      ptx::mbarrier_arrive_relaxed(
+          ptx::remote_address(address(barrier), ptx::cluster_rank() ^ 1));
     }
   }
 
@@ -123,9 +131,6 @@ class MlaConsumer {
   }
 
   // ---- Steps ----
-  //
-  // Products are asked for before the ones at hand have ended, so that the tensor cores always have
-  // some: the next step's first logits before the last values, values before the softmax.
 
   // `logits`: of this step, then of the next.
   __device__ __forceinline__ void first_step(Output& output, Logits& logits,
@@ -152,17 +157,16 @@ class MlaConsumer {
     if (follow(shrink)) multiply(output, shrink);
     ptx::wgmma_fence();
     add_values_of_shared(output, kLeft);
-    if (is_last) {
-      finish_values(output, control_.kv_empty[1][kLeft]);
-      profile_.end(MlaEvent::kValues);
-      return;
-    }
+    if (is_last || !kAhead) finish_values(output, control_.kv_empty[1][kLeft]);
     profile_.end(MlaEvent::kValues);
+    if (is_last) return;
     profile_.begin(MlaEvent::kKeys);
     begin_keys(logits, item, token + Tile::kStep);
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_done(output);
-    give_back(control_.kv_empty[1][kLeft]);
+    if constexpr (kAhead) {
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_done(output);
+      give_back(control_.kv_empty[1][kLeft]);
+    }
     continue_keys(logits, token + Tile::kStep + Tile::kBlock < item.kv_end);
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(logits);
@@ -190,6 +194,11 @@ class MlaConsumer {
     profile_.begin(MlaEvent::kKeys);
     begin_keys(logits, item, token);
     continue_keys(logits, false);
+    if constexpr (!kAhead) {
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_done(logits);
+      find_largest(logits, largest, token);
+    }
     profile_.end(MlaEvent::kKeys);
     ptx::named_barrier_sync(kWeightsOfFirst, Tile::kConsumerThreads);
     profile_.begin(MlaEvent::kValues);
@@ -201,16 +210,19 @@ class MlaConsumer {
     }
     ptx::wgmma_fence();
     add_values_of_shared(output, kRight);
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_done(logits);
+    if constexpr (kAhead) {
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_done(logits);
+    }
     profile_.begin(MlaEvent::kWeights);
-    find_largest(logits, largest, token);
+    if constexpr (kAhead) find_largest(logits, largest, token);
     if (is_last) arrive(control_.q_empty);
     const bool moves = weigh(logits, weights, largest, shrink);
+    if constexpr (!kAhead) finish_values(output, control_.kv_empty[0][kRight]);
     publish(weights);
     profile_.end(MlaEvent::kWeights);
     ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
-    finish_values(output, control_.kv_empty[0][kRight]);
+    if constexpr (kAhead) finish_values(output, control_.kv_empty[0][kRight]);
     profile_.end(MlaEvent::kValues);
     profile_.begin(MlaEvent::kValues);
     if (moves) multiply(output, shrink);
@@ -484,7 +496,6 @@ class MlaConsumer {
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_, row_;
-  int other_cta_ = -1;             // of the cluster
   uint32_t uses_ = 0, phase_ = 0;  // of the own block
   int limits_[2], least_limit_;
   float scales_[2];            // of logits of the thread's rows

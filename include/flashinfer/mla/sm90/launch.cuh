@@ -16,16 +16,25 @@ inline uint32_t mla_box_rows(uint32_t page_size) {
   return step < 16 ? 0 : step < 64 ? step : 64;
 }
 
-template <typename Tile>
-inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges, bool enable_pdl,
+template <typename Tile, int kSharers>
+inline cudaError_t launch_mla_sm90(const MlaSm90Params& params, bool enable_pdl,
                                    cudaStream_t stream) {
+  const auto kernel = mla_sm90_kernel<Tile, kSharers>;
   int prepared = 0;
   const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
     *done = 1;
-    return cudaFuncSetAttribute(mla_sm90_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                kMlaSharedBytes<Tile>);
+    return cudaFuncSetAttribute(mla_sm90_kernel<Tile, kSharers>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, kMlaSharedBytes<Tile>);
   });
   if (status != cudaSuccess) return status;
+  return launch_kernel(kernel, dim3(params.mla.num_ctas), dim3(Tile::kThreads),
+                       kMlaSharedBytes<Tile>, stream, enable_pdl, params,
+                       kSharers == 1 ? 0 : kSharers);
+}
+
+template <typename Tile>
+inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges, bool enable_pdl,
+                                   cudaStream_t stream) {
   MlaSm90Params sm90 = {};
   sm90.mla = params;
   if (!merges) sm90.mla.counters = nullptr;
@@ -44,8 +53,10 @@ inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges, bool en
   // Then CTAs 2 i and 2 i + 1 always have the same KV rows: tiles of the same token.
   const bool shares = (Tile::kWidens || sm90.box_rows != 0) &&
                       params.num_heads.divisor % 128 == 0 && params.num_ctas % 2 == 0;
-  return launch_kernel(mla_sm90_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
-                       kMlaSharedBytes<Tile>, stream, enable_pdl, sm90, shares ? 2 : 0);
+  if constexpr (Tile::kPairs) {
+    if (shares) return launch_mla_sm90<Tile, 2>(sm90, enable_pdl, stream);
+  }
+  return launch_mla_sm90<Tile, 1>(sm90, enable_pdl, stream);
 }
 
 }  // namespace flashinfer

@@ -13,6 +13,18 @@
 
 namespace flashinfer {
 
+template <int kSharers>
+__device__ __forceinline__ void synchronize_cluster() {
+  if constexpr (kSharers == 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+}
+
+template <int kSharers>
 __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copies_by_threads) {
   constexpr int kWarps = 4;  // of a warpgroup
   const auto init = [](uint64_t& barrier, int arrivals) {
@@ -25,54 +37,49 @@ __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copi
       init(control.kv_full[block][chunk], copies_by_threads ? kWarps : 1);
     }
     for (int half = 0; half < 2; ++half) {
-      init(control.kv_empty[block][half], kWarps * static_cast<int>(ptx::cluster_size()));
+      init(control.kv_empty[block][half], kWarps * kSharers);
     }
   }
   ptx::mbarrier_init_fence();
 }
 
-template <typename Tile>
+// `kSharers`: CTAs of a cluster, which have the same KV rows.
+template <typename Tile, int kSharers>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     mla_sm90_kernel(const __grid_constant__ MlaSm90Params params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
-    init_mla_barriers(control, Tile::kWidens || params.box_rows == 0);
+    init_mla_barriers<kSharers>(control, Tile::kWidens || params.box_rows == 0);
     if (params.box_rows != 0) {
       ptx::tma_prefetch_map(&params.ckv);
       if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
     }
   }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
+  synchronize_cluster<kSharers>();
   if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   const int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup_idx == 2) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
     if constexpr (Tile::kWidens) {
-      if (ptx::cluster_size() == 2) {
-        MlaWidener<Tile, 2>(params.mla, shared, control).run();
-      } else {
-        MlaWidener<Tile, 1>(params.mla, shared, control).run();
-      }
+      MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
     } else {
-      MlaProducer<Tile>(params, shared, control).run();
+      MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
   } else {
     ptx::increase_registers<Tile::kConsumerRegisters>();
+    int last_merge;
     if (warpgroup_idx == 0) {
-      MlaConsumer<Tile, 0>(params.mla, shared, control).run();
+      last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run();
     } else {
-      MlaConsumer<Tile, 1>(params.mla, shared, control).run();
+      last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run();
     }
-    MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item();
+    MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
   }
-  __syncwarp();
   // The other CTA of the cluster may still arrive at barriers of this one.
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
+  if (kSharers != 1) synchronize_cluster<kSharers>();
 #endif
 }
 

@@ -26,6 +26,7 @@ class MlaPartMerge {
   // The counter of parts has three numbers: parts that are there, CTAs that wait, and of them those
   // that have seen all parts.
   static constexpr uint32_t kPart = 1, kWaiting = 1 << 10, kSeen = 1 << 20, kMask = 1023;
+  static constexpr int kCounter = 128;  // the thread that counts starts
   using Sums = float[kLoads][8];
 
  public:
@@ -33,10 +34,11 @@ class MlaPartMerge {
                                           uint32_t shared)
       : params_(params), control_(control), shared_(shared) {}
 
-  // The CTA counts its first and its last item; the others are whole tiles.
+  // The CTA counts its first and its last item; the others are whole tiles. A thread of the second
+  // warpgroup does it, which waits for the first's logits anyway.
   __device__ __forceinline__ void count_start(int begin, int end) const {
-    if (params_.counters == nullptr || threadIdx.x != 0 || begin == end) return;
-    control_.complete_merge = -1;
+    if (threadIdx.x == 0) control_.complete_merge = -1;
+    if (params_.counters == nullptr || threadIdx.x != kCounter || begin == end) return;
     count_start(params_.items[begin]);
     if (end - begin > 1) count_start(params_.items[end - 1]);
   }
@@ -59,18 +61,18 @@ class MlaPartMerge {
   // After all items. Not within the loop over items and no loops within loops of unknown length:
   // the compiler would hold the addresses of products in registers of threads, and move each anew
   // to where the tensor cores take it from.
-  __device__ __forceinline__ void end_last_item() const {
-    const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
-    if (params_.counters == nullptr || begin == end) return;
-    const MlaWorkItem item = params_.items[end - 1];
-    const bool is_part = item.slot >= 0;
-    const MlaMerge merge = params_.merges[is_part ? item.merge : 0];
+  // `number`: the merge of the last item's part, or -1.
+  __device__ __forceinline__ void end_last_item(int number) const {
+    if (params_.counters == nullptr) return;
+    MlaMerge merge = {};
+    if (number >= 0) merge = params_.merges[number];
     synchronize();
     if (threadIdx.x == 0) {
       control_.share_count = 0;
-      if (is_part) take_part(item.merge, merge.num_parts, true);
+      if (number >= 0) take_part(number, merge.num_parts, true);
     }
     synchronize();
+    if (control_.share_count == 0 && control_.complete_merge < 0) return;
     Rows rows = share_of(merge);
     const bool together = has_groups(merge) && rows.count <= kWarps;
     if (together) add_groups(merge, rows);

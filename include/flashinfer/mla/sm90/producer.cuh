@@ -22,7 +22,8 @@ struct MlaSm90Params {
   uint32_t box_rows;               // 0: threads copy
 };
 
-template <typename Tile>
+// `kSharers`: CTAs of the cluster, which have the same KV rows.
+template <typename Tile, int kSharers>
 class MlaProducer {
  public:
   __device__ __forceinline__ MlaProducer(const MlaSm90Params& params, char* shared,
@@ -186,9 +187,9 @@ class MlaProducer {
     const void* map = part == kRope ? &maps_.kpe : &maps_.ckv;
     const uint32_t full = address(control_.kv_full[block][chunk]);
     const int column = part == kRope ? 0 : chunk * 64;
-    if (cluster_size_ == 1) {
+    if constexpr (kSharers == 1) {
       ptx::tma_load(target, map, full, column, slot, page);
-    } else if ((part == kRope ? block : chunk % 2) == cluster_rank_) {
+    } else if ((part == kRope ? block : chunk % 2) == static_cast<int>(ptx::cluster_rank())) {
       ptx::tma_load_multicast(target, map, full, column, slot, page, 3);
     }
   }
@@ -280,8 +281,6 @@ class MlaProducer {
   MlaControl& control_;
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
-  const int cluster_size_ = static_cast<int>(ptx::cluster_size());
-  const int cluster_rank_ = static_cast<int>(ptx::cluster_rank());
   int warp_idx_, lane_idx_;
   int earliest_ = -1, earlier_ = -1, latest_ = -1;  // parts that are copied, not announced
   uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty

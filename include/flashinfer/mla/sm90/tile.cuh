@@ -27,6 +27,9 @@ struct MlaTile {
   // After a latent row lies a float32 for each 128 columns, its scale.
   static constexpr bool kScaled = kScaled_;
   static_assert(!kScaled || (kWidens && kDimCkv_ == 512));
+  // Whether two CTAs with the same KV rows share the work of bringing them. Without scales it takes
+  // longer to store rows of 8 bits in the other CTA than to widen them.
+  static constexpr bool kPairs = kScaled || !kWidens;
   static_assert(kWidens || (std::is_same_v<Q, T> && std::is_same_v<Ckv, T>));
   static_assert(sizeof(T) == 2);
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;

@@ -21,6 +21,7 @@
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/mbarrier_cluster.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/ptx/shared.cuh>
 #include <type_traits>
 
@@ -205,6 +206,18 @@ class MlaWidener {
                                (static_cast<int64_t>(row_unit) + unit));
   }
 
+  // Asks for a row in L2, a block before its loads: a line of 128 bytes of it for each lane that
+  // knows the row, then the others.
+  __device__ __forceinline__ void prefetch(const Places& places) const {
+    constexpr int kLines = Tile::kDimCkv / 128 + (Tile::kScaled ? 2 : 0);
+    const char* const row = static_cast<const char*>(params_.ckv.data) + int64_t{places.ckv} * 16;
+#pragma unroll
+    for (int i = 0; i < kLines; i += kSameRow) {
+      const int line = i + lane_idx_ / kWarpRows;
+      if (line < kLines) ptx::prefetch_l2(row + line * 128);
+    }
+  }
+
   // Load i of a half has 32 / kRowLanes rows.
   __device__ __forceinline__ void load_half(uint4 (&loaded)[kLoads], const Places& places,
                                             int half) const {
@@ -362,6 +375,7 @@ class MlaWidener {
       own = next;
       next = later;
       next_scales = load_scales(next);
+      prefetch(next);
       page = cache_rows.find_page(item, token + 3 * Tile::kBlock);
     }
   }
