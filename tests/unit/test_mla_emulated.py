@@ -72,6 +72,7 @@ def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> Non
 
 WIDE = "flashinfer/mla/sm90/mla.cuh"
 WIDE_CONSUMER = "flashinfer/mla/sm90/consumer.cuh"
+WIDE_PRODUCER = "flashinfer/mla/sm90/producer.cuh"
 WIDENER = "flashinfer/mla/sm90/widener.cuh"
 E4M3 = "float8_e4m3fn"
 PART_MERGE = "flashinfer/mla/sm90/part_merge.cuh"
@@ -115,18 +116,15 @@ def test_wide(emulator: Emulator, dtype: str, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "dims"),
+    ("dtype", "dims"),
     [
-        (("bfloat16", "bfloat16", "bfloat16"), (256, 64)),
-        (("bfloat16", E4M3, E4M3), (256, 64)),
-        pytest.param(("float16", E4M3, "float16"), (512, 64), marks=pytest.mark.full),
-        pytest.param((E4M3, E4M3, E4M3), (256, 0), marks=pytest.mark.full),
+        ("bfloat16", (256, 64)),
+        pytest.param("float16", (512, 64), marks=pytest.mark.full),
+        pytest.param("bfloat16", (256, 0), marks=pytest.mark.full),
     ],
 )
-def test_pairs_share_rows(
-    emulator: Emulator, dtypes: tuple[str, str, str], dims: tuple[int, int]
-) -> None:
-    assert not find_wide_fault(emulator, dtypes, dims, cases=1, in_pairs=True)
+def test_pairs_share_rows(emulator: Emulator, dtype: str, dims: tuple[int, int]) -> None:
+    assert not find_wide_fault(emulator, (dtype,) * 3, dims, cases=1, in_pairs=True)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +153,7 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
             (PART_MERGE, "fmaf(value, weight, sums[i][e]);", "sums[i][e] + value;"),
             (PART_MERGE, "sum += control_.part_sums[i][group];", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
+            (WIDE_PRODUCER, "pages, first_box + i);", "pages, first_box);"),
             (WIDE_CONSUMER, "(i + Tile::kChunksHalf) % Tile::kChunksCkv", "i + Tile::kChunksHalf"),
         ]
     ),
@@ -171,7 +170,7 @@ def test_faults_of_the_wide_kernel_are_found(
     one_by_default(
         [
             ("ptx::mbarrier_arrive_expect(full, kWarpRows * 128);", "ptx::mbarrier_arrive(full);"),
-            ("ptx::mbarrier_wait(address(control_.kv_empty[block][half]), parity);", ""),
+            ("ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);", ""),
             ("load_half(loaded[1], next, first);", "load_half(loaded[1], next, second);"),
         ]
     ),
@@ -180,7 +179,8 @@ def test_faults_of_shared_widening_are_found(
     emulator: Emulator, statement: str, other: str
 ) -> None:
     emulator.substitute(WIDENER, statement, other)
-    assert find_wide_fault(emulator, ("bfloat16", E4M3, E4M3), (256, 0), in_pairs=True)
+    dtypes = ("bfloat16", E4M3, "bfloat16")
+    assert find_wide_fault(emulator, dtypes, (512, 64), in_pairs=True, scaled=True)
 
 
 def find_narrow_fault(

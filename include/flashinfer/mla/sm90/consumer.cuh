@@ -274,7 +274,7 @@ class MlaConsumer {
     const int chunk = chunk_in_turn(i);
     const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
     const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
-    ptx::mbarrier_wait(address(control_.kv_full[kGroup][chunk]), phase_);
+    ptx::mbarrier_wait_soon(address(control_.kv_full[kGroup][chunk]), phase_);
     // The other CTA of a cluster may have widened rows, whose stores only this side can order.
     if (Tile::kWidens) ptx::async_proxy_fence();
     ptx::wgmma_fence();
@@ -332,7 +332,7 @@ class MlaConsumer {
   __device__ __forceinline__ void clear_rows(int num_tokens, uint32_t phase) {
 #pragma unroll 1
     for (int chunk = 0; chunk < Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0); ++chunk) {
-      ptx::mbarrier_wait(address(control_.kv_full[kGroup][chunk]), phase);
+      ptx::mbarrier_wait_soon(address(control_.kv_full[kGroup][chunk]), phase);
     }
     for (int row = num_tokens + warp_idx_; row < Tile::kBlock; row += 4) {
       for (int column = lane_idx_; column < Tile::kChunks * 8; column += 32) {

@@ -170,7 +170,7 @@ class MlaProducer {
   __device__ __forceinline__ void load_half(int half, int block, uint32_t parity, int token,
                                             int pages, int first_box) const {
     const Box box = find_box(token, pages, first_box);
-    ptx::mbarrier_wait(address(control_.kv_empty[block][half]), parity);
+    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
     const int chunk = half * Tile::kChunksHalf;
     load_chunks<Tile::kChunksHalf>(&maps_.ckv, block, chunk, chunk * 64, 0, token, pages, first_box,
                                    box);

@@ -297,7 +297,7 @@ class MlaWidener {
     const uint32_t target =
         first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
     const uint32_t full = full_barrier(block, unit / 4);
-    ptx::mbarrier_wait(address(control_.kv_empty[block][half]), parity);
+    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       float scale = 1.f;
