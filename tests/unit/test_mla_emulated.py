@@ -119,7 +119,7 @@ def test_wide(emulator: Emulator, dtype: str, dims: tuple[int, int]) -> None:
     ("dtype", "dims"),
     [
         ("bfloat16", (256, 64)),
-        pytest.param("float16", (512, 64), marks=pytest.mark.full),
+        pytest.param("bfloat16", (512, 64), marks=pytest.mark.full),
         pytest.param("bfloat16", (256, 0), marks=pytest.mark.full),
     ],
 )
