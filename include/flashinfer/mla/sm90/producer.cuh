@@ -45,6 +45,9 @@ class MlaProducer {
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
     MlaWorkItem item = {};
     if (begin < end) item = params_.items[begin];
+    if (kStepsAhead != 0 && params_.plan_is_older && maps_.box_rows != 0 && warp_idx_ == 0) {
+      prefetch_first(item);
+    }
     ptx::grid_dependency_wait();
     if (maps_.box_rows == 0) {
       for (int i = begin; i < end; ++i) {
@@ -136,9 +139,10 @@ class MlaProducer {
       // The half that is multiplied first is loaded first.
       const int first = block == 0 ? kLeft : kRight;
       load_half(first, block, parity, token, pages, box);
-      if (kStepsAhead != 0 && block == 0) {
-        // Now the copy engine's next place becomes free only after a while.
-        const int ahead = kStepsAhead * Tile::kStep;
+      // Now the copy engine's next place becomes free only after a while.
+      for (int steps = token == item.kv_begin ? 1 : kStepsAhead;
+           block == 0 && steps <= kStepsAhead; ++steps) {
+        const int ahead = steps * Tile::kStep;
         prefetch(token + ahead, pages, next_pages, box + ahead / box_rows);
         prefetch(token + ahead + Tile::kBlock, pages, next_pages, box + ahead / box_rows + boxes);
       }
@@ -236,6 +240,20 @@ class MlaProducer {
       if (Tile::kDimKpe != 0) prefetch_rows<1>(params_.kpe, page, slot);
     }
   }
+  // The first step's, while the grid before may still write the cache and page numbers: a line of
+  // L2 that has changed is no harm, nor is a wrong page. The numbers are read past L1, which would
+  // keep them.
+  __device__ __forceinline__ void prefetch_first(const MlaWorkItem& item) const {
+    const int token = item.kv_begin + lane_idx_ * maps_.box_rows;
+    int page = -1;
+    if (token < item.kv_end) {
+      page = __ldcg(params_.kv_indices + item.kv_base + params_.page_size.divide(token));
+    }
+    if (static_cast<uint32_t>(page) >= params_.num_pages) page = -1;
+    prefetch(item.kv_begin, page, page, 0);
+    prefetch(item.kv_begin + Tile::kBlock, page, page, Tile::kBlock / maps_.box_rows);
+  }
+
   // 16 rows.
   template <int kLines>
   __device__ __forceinline__ void prefetch_rows(const MlaCache& cache, int page, int slot) const {
