@@ -343,8 +343,9 @@ class MlaDevicePlanner {
 __global__ void __launch_bounds__(MlaDevicePlanner::kThreads)
     mla_plan_kernel(const __grid_constant__ MlaPlanParams params) {
   __shared__ MlaDevicePlanner::Shared shared;
-  ptx::grid_dependency_wait();
+  // The kernel that needs the plan may take its places, which the grid before leaves one by one.
   ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
   MlaDevicePlanner(params, shared).run();
 }
 
