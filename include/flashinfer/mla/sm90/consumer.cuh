@@ -33,10 +33,9 @@ namespace flashinfer {
 // `kSharers`: CTAs of the cluster, which have the same KV rows.
 template <typename Tile, int kGroup, int kSharers>
 class MlaConsumer {
-  // Whether products are asked for before the ones at hand have ended, so that the tensor cores
-  // always have some: the next step's first logits before the last values, the first block's values
-  // before the second softmax. KV is then given back later, which costs more where steps wait for
-  // memory: with few heads.
+  // Whether the next step's logits are asked for before the last values have ended, and the first
+  // block's values before the second softmax. KV is then given back later, which costs more where
+  // steps wait for memory: with few heads.
   static constexpr bool kAhead = kSharers == 2 || Tile::kWidens;
   using T = typename Tile::T;
   static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
@@ -90,8 +89,7 @@ class MlaConsumer {
     __syncwarp();
     if (lane_idx_ == 0) ptx::mbarrier_arrive(address(barrier));
     if (kSharers == 2 && lane_idx_ == 1) {
-      ptx::mbarrier_arrive_relaxed(
-          ptx::remote_address(address(barrier), ptx::cluster_rank() ^ 1));
+      ptx::mbarrier_arrive_relaxed(ptx::remote_address(address(barrier), ptx::cluster_rank() ^ 1));
     }
   }
 
@@ -254,8 +252,8 @@ class MlaConsumer {
     ptx::wgmma_commit();
   }
 
-  // The other chunks. The first warpgroup tells the second, if there is one to tell, before its
-  // last chunk has ended, so that logits follow logits without a gap.
+  // The other chunks. The first warpgroup tells the second before its last chunk has ended, so that
+  // logits follow logits without a gap.
   __device__ __forceinline__ void continue_keys(Logits& logits, bool tells) const {
     constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
 #pragma unroll
@@ -310,8 +308,7 @@ class MlaConsumer {
     ptx::wgmma_commit();
   }
 
-  // Multiplies the other warpgroup's values. That warpgroup has waited for them, and its barrier
-  // makes them visible here.
+  // The other warpgroup's values. It has waited for them, and its barrier makes them visible here.
   __device__ __forceinline__ void add_values_of_shared(Output& output, int half) {
     const uint64_t v = value_operand(kOther, half);
     const uint64_t p = ptx::wgmma_operand(weights_address(kOther));
@@ -346,8 +343,7 @@ class MlaConsumer {
 
   // ---- Weights ----
 
-  // The numbers of tokens that the thread's two rows see, and the fewest that a row of the tile
-  // sees.
+  // The tokens that the thread's two rows see, and the fewest that a row of the tile sees.
   __device__ __forceinline__ void set_limits(const MlaWorkItem& item) {
     const auto limit = [&](int row) {
       if (!params_.causal) return item.kv_end;
@@ -375,9 +371,8 @@ class MlaConsumer {
     for (int h = 0; h < 2; ++h) {
       largest[h] = fmaxf(logits[0][2 * h], logits[0][2 * h + 1]);
 #pragma unroll
-      for (int j = 1; j < kLogitTiles; ++j) {
+      for (int j = 1; j < kLogitTiles; ++j)
         largest[h] = fmaxf(largest[h], fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
-      }
       largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
       largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
       largest[h] *= scales_[h];
@@ -430,8 +425,7 @@ class MlaConsumer {
     }
   }
 
-  // Gives the other warpgroup the weights and references. All warps have multiplied the block's kpe
-  // before the weights overwrite it.
+  // Gives the other warpgroup the weights, which overwrite kpe, and references.
   __device__ __forceinline__ void publish(const Weights& weights) {
     ptx::named_barrier_sync(kGroupBarrier + kGroup, 128);
     const int row = warp_idx_ * 16 + lane_idx_ % 16;

@@ -140,8 +140,8 @@ class MlaProducer {
       const int first = block == 0 ? kLeft : kRight;
       load_half(first, block, parity, token, pages, box);
       // Now the copy engine's next place becomes free only after a while.
-      for (int steps = token == item.kv_begin ? 1 : kStepsAhead;
-           block == 0 && steps <= kStepsAhead; ++steps) {
+      for (int steps = token == item.kv_begin ? 1 : kStepsAhead; block == 0 && steps <= kStepsAhead;
+           ++steps) {
         const int ahead = steps * Tile::kStep;
         prefetch(token + ahead, pages, next_pages, box + ahead / box_rows);
         prefetch(token + ahead + Tile::kBlock, pages, next_pages, box + ahead / box_rows + boxes);
@@ -259,8 +259,7 @@ class MlaProducer {
   __device__ __forceinline__ void prefetch_rows(const MlaCache& cache, int page, int slot) const {
     if (lane_idx_ >= 16 * kLines) return;
     const int64_t row = page * cache.stride_page + (slot + lane_idx_ / kLines) * cache.stride_token;
-    const char* line =
-        static_cast<const char*>(cache.data) + row * 2 + lane_idx_ % kLines * 128;
+    const char* line = static_cast<const char*>(cache.data) + row * 2 + lane_idx_ % kLines * 128;
 #pragma unroll 1
     for (int i = 0; i < 16 * kLines; i += 32) {
       ptx::prefetch_l2(line);
