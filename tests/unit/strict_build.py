@@ -30,7 +30,7 @@ MAY_USE_STACK = {
     " where it multiplies (test_attention_hopper_compile.py)",
     "mla_narrow_kernel": "144 bytes where queries and output take all registers: before the loop"
     " over keys, and five addresses within it",
-    "mla_sm90_kernel": "up to 60 bytes of the warps that widen caches of 8 bits; none with caches"
+    "mla_sm90_kernel": "up to 64 bytes of the warps that widen caches of 8 bits; none with caches"
     " of 16 bits (test_mla_compile.py)",
     "moe_map_kernel": "8 bytes on sm_100a, where CTAs of 1024 threads leave 64 registers",
     "rope_kernel": "16 bytes on sm_90a where angles are computed, in the fastest form measured",
