@@ -39,6 +39,7 @@ struct MlaParams {
   FastDivisor num_heads, page_size;
   uint32_t num_pages;  // of the cache
   uint32_t num_ctas;
+  uint32_t num_requests;   // of the plan; launches choose their form by it
   float sm_scale_log2;     // of logits, times log2(e)
   float o_scale;           // of outputs
   float rope_factor;       // of rotary products, beside sm_scale; read where caches have 8 bits

@@ -166,8 +166,6 @@ class MlaConsumer {
       give_back(control_.kv_empty[1][kLeft]);
     }
     continue_keys(logits, token + Tile::kStep + Tile::kBlock < item.kv_end);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_done(logits);
     profile_.end(MlaEvent::kKeys);
   }
 
@@ -196,6 +194,7 @@ class MlaConsumer {
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(logits);
       find_largest(logits, largest, token);
+      if (is_last) arrive(control_.q_empty);
     }
     profile_.end(MlaEvent::kKeys);
     ptx::named_barrier_sync(kWeightsOfFirst, Tile::kConsumerThreads);
@@ -213,8 +212,8 @@ class MlaConsumer {
       ptx::wgmma_done(logits);
     }
     profile_.begin(MlaEvent::kWeights);
-    if constexpr (kAhead) find_largest(logits, largest, token);
-    if (is_last) arrive(control_.q_empty);
+    if (kAhead) find_largest(logits, largest, token);
+    if (kAhead && is_last) arrive(control_.q_empty);
     const bool moves = weigh(logits, weights, largest, shrink);
     if constexpr (!kAhead) finish_values(output, control_.kv_empty[0][kRight]);
     publish(weights);
@@ -238,22 +237,20 @@ class MlaConsumer {
     profile_.begin(MlaEvent::kKeys);
     begin_keys(logits, item, token);
     continue_keys(logits, token + Tile::kBlock < item.kv_end);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_done(logits);
     profile_.end(MlaEvent::kKeys);
   }
 
   // The first chunk of it.
   __device__ __forceinline__ void begin_keys(Logits& logits, const MlaWorkItem& item, int token) {
-    phase_ = uses_++ % 2;
+    phase_ ^= 1;
     const int num_tokens = item.kv_end - token;
     if (num_tokens < Tile::kBlock) clear_rows(num_tokens, phase_);
     multiply_chunk(logits, 0);
     ptx::wgmma_commit();
   }
 
-  // The other chunks. The first warpgroup tells the second before its last chunk has ended, so that
-  // logits follow logits without a gap.
+  // The other chunks. The first warpgroup waits for them. In pairs it tells the second before the
+  // last one has ended, so that logits follow logits without a gap.
   __device__ __forceinline__ void continue_keys(Logits& logits, bool tells) const {
     constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
 #pragma unroll
@@ -263,8 +260,10 @@ class MlaConsumer {
     }
     ptx::wgmma_commit();
     if (kGroup == 0) {
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<kAhead ? 1 : 0>();
       if (tells) ptx::named_barrier_arrive(kTurn, Tile::kConsumerThreads);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_done(logits);
     }
   }
 
@@ -272,7 +271,7 @@ class MlaConsumer {
     const int chunk = chunk_in_turn(i);
     const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
     const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
-    ptx::mbarrier_wait_soon(address(control_.kv_full[kGroup][chunk]), phase_);
+    wait_for_chunk(chunk, phase_);
     // The other CTA of a cluster may have widened rows, whose stores only this side can order.
     if (Tile::kWidens) ptx::async_proxy_fence();
     ptx::wgmma_fence();
@@ -282,6 +281,12 @@ class MlaConsumer {
       ptx::wgmma<T, false>(logits, ptx::wgmma_advance(q, offset), ptx::wgmma_advance(k, offset),
                            i + step != 0);
     }
+  }
+
+  // Boxes take long. Rows that are widened come soon.
+  __device__ __forceinline__ void wait_for_chunk(int chunk, uint32_t phase) const {
+    const uint32_t full = address(control_.kv_full[kGroup][chunk]);
+    Tile::kWidens ? ptx::mbarrier_wait_soon(full, phase) : ptx::mbarrier_wait(full, phase);
   }
 
   // The chunk at position i: the producer loads the half that is free first before the other.
@@ -329,7 +334,7 @@ class MlaConsumer {
   __device__ __forceinline__ void clear_rows(int num_tokens, uint32_t phase) {
 #pragma unroll 1
     for (int chunk = 0; chunk < Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0); ++chunk) {
-      ptx::mbarrier_wait_soon(address(control_.kv_full[kGroup][chunk]), phase);
+      wait_for_chunk(chunk, phase);
     }
     for (int row = num_tokens + warp_idx_; row < Tile::kBlock; row += 4) {
       for (int column = lane_idx_; column < Tile::kChunks * 8; column += 32) {
@@ -358,8 +363,7 @@ class MlaConsumer {
   __device__ __forceinline__ void set_scales() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      scales_[h] = params_.sm_scale_log2;
-      if constexpr (Tile::kWidens) scales_[h] *= control_.row_scale[row_ + 8 * h];
+      scales_[h] = params_.sm_scale_log2 * (Tile::kWidens ? control_.row_scale[row_ + 8 * h] : 1.f);
     }
   }
 
@@ -461,10 +465,7 @@ class MlaConsumer {
 
   __device__ __forceinline__ static void multiply(Output& output, const float (&factors)[2]) {
 #pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) output[j][e] *= factors[e / 2];
-    }
+    for (int i = 0; i < 4 * Tile::kOutputTiles; ++i) output[i / 4][i % 4] *= factors[i % 4 / 2];
   }
 
   // ---- The item's end ----
@@ -490,7 +491,7 @@ class MlaConsumer {
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_, row_;
-  uint32_t uses_ = 0, phase_ = 0;  // of the own block
+  uint32_t phase_ = 1;  // of the own block
   int limits_[2], least_limit_;
   float scales_[2];            // of logits of the thread's rows
   float largest_[2], sum_[2];  // of the thread's rows; sums of its own weights

@@ -10,7 +10,6 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
-#include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/ptx/tensor_map.h>
 #include <flashinfer/ptx/tma.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
@@ -26,9 +25,6 @@ struct MlaSm90Params {
 // `kSharers`: CTAs of the cluster, which have the same KV rows.
 template <typename Tile, int kSharers>
 class MlaProducer {
-  // KV is asked for in L2 this many steps before it is loaded.
-  static constexpr int kStepsAhead = 1;
-
  public:
   __device__ __forceinline__ MlaProducer(const MlaSm90Params& params, char* shared,
                                          MlaControl& control)
@@ -45,9 +41,6 @@ class MlaProducer {
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
     MlaWorkItem item = {};
     if (begin < end) item = params_.items[begin];
-    if (kStepsAhead != 0 && params_.plan_is_older && maps_.box_rows != 0 && warp_idx_ == 0) {
-      prefetch_first(item);
-    }
     ptx::grid_dependency_wait();
     if (maps_.box_rows == 0) {
       for (int i = begin; i < end; ++i) {
@@ -135,22 +128,7 @@ class MlaProducer {
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
       profile_.begin(MlaEvent::kLoad);
-      const uint32_t parity = next_parity(block);
-      // The half that is multiplied first is loaded first.
-      const int first = block == 0 ? kLeft : kRight;
-      load_half(first, block, parity, token, pages, box);
-      // Now the copy engine's next place becomes free only after a while.
-      for (int steps = token == item.kv_begin ? 1 : kStepsAhead; block == 0 && steps <= kStepsAhead;
-           ++steps) {
-        const int ahead = steps * Tile::kStep;
-        prefetch(token + ahead, pages, next_pages, box + ahead / box_rows);
-        prefetch(token + ahead + Tile::kBlock, pages, next_pages, box + ahead / box_rows + boxes);
-      }
-      load_half(1 - first, block, parity, token, pages, box);
-      if (Tile::kDimKpe != 0) {
-        load_chunks<1>(&maps_.kpe, block, Tile::kChunksCkv, 0, block, token, pages, box,
-                       find_box(token, pages, box));
-      }
+      load_block(item, block, token, pages, box);
       profile_.end(MlaEvent::kLoad);
       box += boxes;
       if (box == 32) {
@@ -161,109 +139,61 @@ class MlaProducer {
     }
   }
 
-  struct Box {
-    int page, slot;  // page -1: the request has no tokens there
-  };
-  __device__ __forceinline__ Box find_box(int token, int pages, int box) const {
-    return {__shfl_sync(0xffffffffu, pages, box), slot_of(token)};
-  }
-  __device__ __forceinline__ int slot_of(int token) const {
-    return token - params_.page_size.divide(token) * params_.page_size.divisor;
-  }
-
-  __device__ __forceinline__ void load_half(int half, int block, uint32_t parity, int token,
-                                            int pages, int first_box) const {
-    const Box box = find_box(token, pages, first_box);
-    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
-    const int chunk = half * Tile::kChunksHalf;
-    load_chunks<Tile::kChunksHalf>(&maps_.ckv, block, chunk, chunk * 64, 0, token, pages, first_box,
-                                   box);
-  }
-
-  // Of a cluster's CTAs, each loads every other chunk for both; `owner` loads the first. Copies are
-  // asked for before their bytes are announced, to lose no time. `box`: the block's first one.
-  template <int kChunks>
-  __device__ __forceinline__ void load_chunks(const void* map, int block, int first_chunk,
-                                              int column, int owner, int token, int pages,
-                                              int first_box, Box box) const {
-    const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;
-    const int rank = kSharers == 1 ? 0 : static_cast<int>(ptx::cluster_rank());
-    const int own = kSharers == 1 ? 0 : (rank + owner) % kSharers;
-    const uint32_t full = address(control_.kv_full[block][first_chunk]);
-    uint32_t target = block_address(block) + first_chunk * Tile::kChunkBytes;
-#pragma unroll 1
-    for (int i = 0;;) {
-      if (box.page >= 0 && ptx::elect_one()) {
-#pragma unroll
-        for (int k = 0; k < kChunks; k += kSharers) {
-          if (k + own >= kChunks) continue;
-          load_box(target + (k + own) * Tile::kChunkBytes, map, full + (k + own) * 8,
-                   column + (k + own) * 64, box);
-        }
-      }
-      __syncwarp();
-      if (++i == boxes) break;
-      box = find_box(token + i * box_rows, pages, first_box + i);
-      target += box_rows * 128;
+  // One lane per box of 64 columns. The part that is multiplied first is loaded first.
+  __device__ __forceinline__ void load_block(const MlaWorkItem& item, int block, int first_token,
+                                             int pages, int first_box) {
+    const int box_rows = static_cast<int>(maps_.box_rows);
+    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + box_rows - 1) / box_rows;
+    const uint32_t parity = next_parity(block);
+    const int first = block == 0 ? kLeft : kRight;
+    load_part(first, block, parity, first_token, num_boxes, pages, first_box);
+    load_part(1 - first, block, parity, first_token, num_boxes, pages, first_box);
+    if (Tile::kDimKpe != 0) {
+      load_part(kRope, block, parity, first_token, num_boxes, pages, first_box);
     }
-    const unsigned existing = __ballot_sync(0xffffffffu, pages >= 0) >> first_box;
-    if (lane_idx_ < kChunks) {
-      ptx::mbarrier_arrive_expect(full + lane_idx_ * 8,
-                                  __popc(existing & ((1u << boxes) - 1)) * box_rows * 128);
+  }
+
+  __device__ __forceinline__ void load_part(int part, int block, uint32_t parity, int first_token,
+                                            int num_boxes, int pages, int first_box) {
+    if (part != kRope) {
+      ptx::mbarrier_wait(address(control_.kv_empty[block][part]), parity);
+    }
+    const int num_chunks = part == kRope ? 1 : Tile::kChunksHalf;
+    const int first_chunk = part * Tile::kChunksHalf;
+    // Boxes of pages that do not exist load nothing: the request has no tokens there.
+    unsigned existing = 0;
+    for (int i = 0; i < num_boxes; ++i) {
+      existing += __shfl_sync(0xffffffffu, pages, first_box + i) >= 0;
+    }
+    const uint32_t box_bytes = maps_.box_rows * 128;
+    if (lane_idx_ < num_chunks) {
+      ptx::mbarrier_arrive_expect(address(control_.kv_full[block][first_chunk + lane_idx_]),
+                                  existing * box_bytes);
+    }
+    for (int i = 0; i < num_boxes * num_chunks; i += 32) {
+      const int index = i + lane_idx_;
+      const int box = min(index / num_chunks, num_boxes - 1);
+      const int chunk = first_chunk + index % num_chunks;
+      const int page = __shfl_sync(0xffffffffu, pages, first_box + box);
+      if (index >= num_boxes * num_chunks || page < 0) continue;
+      const uint32_t token = first_token + box * maps_.box_rows;
+      const int slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
+      load_box(block_address(block) + chunk * Tile::kChunkBytes + box * box_bytes, part, block,
+               chunk, slot, page);
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ static void load_box(uint32_t target, const void* map, uint32_t full,
-                                                  int column, const Box& box) {
+  // The CTAs of a cluster load a chunk each, for both.
+  __device__ __forceinline__ void load_box(uint32_t target, int part, int block, int chunk,
+                                           int slot, int page) const {
+    const void* map = part == kRope ? &maps_.kpe : &maps_.ckv;
+    const uint32_t full = address(control_.kv_full[block][chunk]);
+    const int column = part == kRope ? 0 : chunk * 64;
     if constexpr (kSharers == 1) {
-      ptx::tma_load(target, map, full, column, box.slot, box.page);
-    } else {
-      ptx::tma_load_multicast(target, map, full, column, box.slot, box.page, 3);
-    }
-  }
-
-  // Asks for a block in L2, by lines of 128 bytes. The CTAs of a cluster ask for half of it each.
-  // `box`: its first one, in `pages` or 32 later in `next_pages`.
-  __device__ __forceinline__ void prefetch(int first_token, int pages, int next_pages,
-                                           int box) const {
-    const int rank = kSharers == 1 ? 0 : static_cast<int>(ptx::cluster_rank());
-    constexpr int kOwnRows = Tile::kBlock / kSharers;
-#pragma unroll 1
-    for (int row = rank * kOwnRows; row < (rank + 1) * kOwnRows; row += 16) {
-      const int index = box + row / static_cast<int>(maps_.box_rows);
-      const int page = __shfl_sync(0xffffffffu, index < 32 ? pages : next_pages, index % 32);
-      if (page < 0) continue;
-      const int slot = slot_of(first_token + row);
-      constexpr int kLines = Tile::kDimCkv / 64;  // of a row
-      prefetch_rows<kLines>(params_.ckv, page, slot);
-      if (Tile::kDimKpe != 0) prefetch_rows<1>(params_.kpe, page, slot);
-    }
-  }
-  // The first step's, while the grid before may still write the cache and page numbers: a line of
-  // L2 that has changed is no harm, nor is a wrong page. The numbers are read past L1, which would
-  // keep them.
-  __device__ __forceinline__ void prefetch_first(const MlaWorkItem& item) const {
-    const int token = item.kv_begin + lane_idx_ * maps_.box_rows;
-    int page = -1;
-    if (token < item.kv_end) {
-      page = __ldcg(params_.kv_indices + item.kv_base + params_.page_size.divide(token));
-    }
-    if (static_cast<uint32_t>(page) >= params_.num_pages) page = -1;
-    prefetch(item.kv_begin, page, page, 0);
-    prefetch(item.kv_begin + Tile::kBlock, page, page, Tile::kBlock / maps_.box_rows);
-  }
-
-  // 16 rows.
-  template <int kLines>
-  __device__ __forceinline__ void prefetch_rows(const MlaCache& cache, int page, int slot) const {
-    if (lane_idx_ >= 16 * kLines) return;
-    const int64_t row = page * cache.stride_page + (slot + lane_idx_ / kLines) * cache.stride_token;
-    const char* line = static_cast<const char*>(cache.data) + row * 2 + lane_idx_ % kLines * 128;
-#pragma unroll 1
-    for (int i = 0; i < 16 * kLines; i += 32) {
-      ptx::prefetch_l2(line);
-      line += 32 / kLines * cache.stride_token * 2;
+      ptx::tma_load(target, map, full, column, slot, page);
+    } else if ((part == kRope ? block : chunk % 2) == static_cast<int>(ptx::cluster_rank())) {
+      ptx::tma_load_multicast(target, map, full, column, slot, page, 3);
     }
   }
 
