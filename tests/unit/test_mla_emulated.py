@@ -153,7 +153,7 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
             (PART_MERGE, "fmaf(value, weight, sums[i][e]);", "sums[i][e] + value;"),
             (PART_MERGE, "sum += control_.part_sums[i][group];", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
-            (WIDE_PRODUCER, "pages, first_box + i);", "pages, first_box);"),
+            (WIDE_PRODUCER, "pages, first_box + box);", "pages, first_box);"),
             (WIDE_CONSUMER, "(i + Tile::kChunksHalf) % Tile::kChunksCkv", "i + Tile::kChunksHalf"),
         ]
     ),
