@@ -7,7 +7,7 @@
 
 namespace flashinfer {
 
-// One launch for the plan's items and, if `merges`, one for the tiles that were cut.
+// Computes the items of the plan and, if `merges`, merges the tiles that were cut.
 cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream);
 
 }  // namespace flashinfer

@@ -118,7 +118,6 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   plan.float_bytes = float_bytes;
   plan.num_heads = static_cast<int32_t>(num_heads);
   plan.page_size = static_cast<int32_t>(page_size);
-  plan.num_requests = static_cast<int32_t>(num_requests);
   plan.causal = causal;
   plan.merges = true;
   plan.made_on_device = true;

@@ -33,7 +33,6 @@ void bind(MlaParams& params, const MlaPlan& plan, const Tensor& ints, const Tens
   params.num_heads = FastDivisor(static_cast<uint32_t>(plan.num_heads));
   params.page_size = FastDivisor(static_cast<uint32_t>(plan.page_size));
   params.num_ctas = static_cast<uint32_t>(plan.num_ctas);
-  params.num_requests = static_cast<uint32_t>(plan.num_requests);
   params.causal = plan.causal;
   params.plan_is_older = !plan.made_on_device;
 }

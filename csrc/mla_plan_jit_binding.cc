@@ -151,7 +151,6 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   planner.planner.plan(config, planner.requests, made);
   made.num_heads = static_cast<int32_t>(num_heads);
   made.page_size = static_cast<int32_t>(page_size);
-  made.num_requests = static_cast<int32_t>(planner.requests.size());
   made.causal = config.causal;
   made.merges = is_graph || made.num_merges > 0;
   made.float_bytes = mla_float_bytes(made.num_ctas, made.num_slots, head_dim_ckv);

@@ -33,13 +33,12 @@ struct MlaParams {
   const int32_t* cta_begin;  // [num_ctas + 1]
   const MlaWorkItem* items;
   const MlaMerge* merges;
-  MlaMergeCounters* counters;  // of each merge; null if another launch merges
+  MlaMergeCounters* counters;  // of each merge; on Hopper, null if no tile was cut
   void* partial_o;             // [slots, 64, head_dim_ckv] in the type of o, normalised
   float* partial_lse;          // [slots, 64], base 2
   FastDivisor num_heads, page_size;
   uint32_t num_pages;  // of the cache
   uint32_t num_ctas;
-  uint32_t num_requests;   // of the plan; launches choose their form by it
   float sm_scale_log2;     // of logits, times log2(e)
   float o_scale;           // of outputs
   float rope_factor;       // of rotary products, beside sm_scale; read where caches have 8 bits

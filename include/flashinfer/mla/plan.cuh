@@ -343,9 +343,8 @@ class MlaDevicePlanner {
 __global__ void __launch_bounds__(MlaDevicePlanner::kThreads)
     mla_plan_kernel(const __grid_constant__ MlaPlanParams params) {
   __shared__ MlaDevicePlanner::Shared shared;
-  // The kernel that needs the plan may take its places, which the grid before leaves one by one.
-  ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
   MlaDevicePlanner(params, shared).run();
 }
 

@@ -85,7 +85,6 @@ struct MlaPlan {
   int64_t num_items, num_merges, num_slots;
   int64_t int_bytes, float_bytes;  // that the workspaces must have
   int32_t num_heads, page_size;
-  int32_t num_requests;
   bool causal;
   bool merges;          // whether there may be something to merge
   bool made_on_device;  // by the launch before

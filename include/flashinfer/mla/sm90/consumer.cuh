@@ -283,10 +283,8 @@ class MlaConsumer {
     }
   }
 
-  // Boxes take long. Rows that are widened come soon.
   __device__ __forceinline__ void wait_for_chunk(int chunk, uint32_t phase) const {
-    const uint32_t full = address(control_.kv_full[kGroup][chunk]);
-    Tile::kWidens ? ptx::mbarrier_wait_soon(full, phase) : ptx::mbarrier_wait(full, phase);
+    ptx::mbarrier_wait_soon(address(control_.kv_full[kGroup][chunk]), phase);
   }
 
   // The chunk at position i: the producer loads the half that is free first before the other.

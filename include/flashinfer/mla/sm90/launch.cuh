@@ -3,7 +3,6 @@
 
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/once_per_device.h>
-#include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/sm90/mla.cuh>
 #include <flashinfer/ptx/tensor_map.h>
 
@@ -17,24 +16,12 @@ inline uint32_t mla_box_rows(uint32_t page_size) {
   return step < 16 ? 0 : step < 64 ? step : 64;
 }
 
-// How a call runs. Pairs win while a launch is short; with many requests, CTAs alone give their KV
-// back earlier. Merging in the kernel saves a launch, but after the planner's the many CTAs that
-// count parts lose more than that.
-struct MlaForm {
-  bool pairs;   // of CTAs share their KV rows
-  bool merges;  // the kernel merges parts itself
-};
-inline constexpr uint32_t kMlaMostPaired = 64;        // requests
-inline constexpr uint32_t kMlaMostMergedAtOnce = 32;  // requests of a plan of the device
-inline constexpr bool kMlaMergesOlderPlans = true;
+// Whether CTAs 2 i and 2 i + 1 always have the same KV rows, which are tiles of the same token.
+// Threads that copy rows of 16 bits do so for their own CTA alone.
 template <typename Tile>
-inline MlaForm choose_mla_form(const MlaSm90Params& params) {
-  const MlaParams& mla = params.mla;
-  // Then CTAs 2 i and 2 i + 1 always have the same KV rows: tiles of the same token.
-  const bool shares = (Tile::kWidens || params.box_rows != 0) && mla.num_heads.divisor % 128 == 0 &&
-                      mla.num_ctas % 2 == 0;
-  return {Tile::kPairs && shares && (Tile::kWidens || mla.num_requests <= kMlaMostPaired),
-          mla.plan_is_older ? kMlaMergesOlderPlans : mla.num_requests <= kMlaMostMergedAtOnce};
+inline bool mla_runs_in_pairs(const MlaSm90Params& params) {
+  return Tile::kPairs && (Tile::kWidens || params.box_rows != 0) &&
+         params.mla.num_heads.divisor % 128 == 0 && params.mla.num_ctas % 2 == 0;
 }
 
 template <typename Tile, int kSharers>
@@ -70,15 +57,11 @@ inline cudaError_t launch_mla_sm90(const MlaParams& params, bool merges, bool en
   };
   encode(sm90.ckv, params.ckv, Tile::kDimCkv);
   encode(sm90.kpe, params.kpe, Tile::kDimKpe);
-  const MlaForm form = choose_mla_form<Tile>(sm90);
-  if (!merges || !form.merges) sm90.mla.counters = nullptr;
-  cudaError_t status = cudaSuccess;
+  if (!merges) sm90.mla.counters = nullptr;
   if constexpr (Tile::kPairs) {
-    if (form.pairs) status = launch_mla_sm90<Tile, 2>(sm90, enable_pdl, stream);
+    if (mla_runs_in_pairs<Tile>(sm90)) return launch_mla_sm90<Tile, 2>(sm90, enable_pdl, stream);
   }
-  if (!form.pairs) status = launch_mla_sm90<Tile, 1>(sm90, enable_pdl, stream);
-  if (status != cudaSuccess || !merges || form.merges) return status;
-  return launch_mla_merge<typename Tile::O, Tile::kDimCkv>(sm90.mla, enable_pdl, stream);
+  return launch_mla_sm90<Tile, 1>(sm90, enable_pdl, stream);
 }
 
 }  // namespace flashinfer

@@ -156,7 +156,7 @@ class MlaProducer {
   __device__ __forceinline__ void load_part(int part, int block, uint32_t parity, int first_token,
                                             int num_boxes, int pages, int first_box) {
     if (part != kRope) {
-      ptx::mbarrier_wait(address(control_.kv_empty[block][part]), parity);
+      ptx::mbarrier_wait_soon(address(control_.kv_empty[block][part]), parity);
     }
     const int num_chunks = part == kRope ? 1 : Tile::kChunksHalf;
     const int first_chunk = part * Tile::kChunksHalf;
