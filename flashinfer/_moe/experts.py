@@ -15,10 +15,12 @@ import torch
 
 from ..gemm._choice import GemmProblem
 from ..gemm._launch import STARTS_EARLY, launch
+from ..gemm._tuning import is_tuning
 from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
 from . import four_bit
 from .maps import RowMap, combine, map_rows
+from .tuning import compute_batches
 from .workspace import MixtureShape, allocate
 
 
@@ -73,6 +75,7 @@ class Experts:
         out: torch.Tensor,
         workspace: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        tune_max_num_tokens: int = 8192,
     ) -> torch.Tensor:
         """The sum of the chosen experts' results.
 
@@ -90,7 +93,43 @@ class Experts:
             Memory of `workspace_bytes`; new memory if None.
         enable_pdl : bool, optional
             Programmatic dependent launch; None takes it where the device has it.
+        tune_max_num_tokens : int
+            Largest batch that is tuned beforehand, within ``autotune()``.
         """
+        if self.scheme != "four_bit" and is_tuning():
+            self._tune(x, chosen, out, enable_pdl, tune_max_num_tokens)
+        return self._compute(x, chosen, weights, out, workspace, enable_pdl)
+
+    def _tune(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        out: torch.Tensor,
+        enable_pdl: bool | None,
+        most: int,
+    ) -> None:
+        """Compute batches of other sizes for the tuner."""
+        everywhere = self.all_experts or self.fc1.shape[0]
+        types = (x.dtype, self.fc1.dtype, out.dtype, self.scheme, self.activation)
+        kind = (self.fc1.shape, self.fc2.shape, types, everywhere, chosen.shape[1])
+
+        def compute(
+            x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+        ) -> None:
+            self._compute(x, chosen, weights, out, None, enable_pdl)
+
+        compute_batches(kind, compute, x, chosen, out, everywhere, most)
+
+    def _compute(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> torch.Tensor:
+        """`run`, whose products ask the tuner alone."""
         experts, hidden, intermediate = self.fc2.shape
         if self.scheme == "four_bit":
             intermediate *= 2

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..jit.core import build_jit_specs
+from ..jit.errors import JitError
 from .measure import Timer
 from .process_group import gathered
 from .runner import TunableRunner, key_of
@@ -70,7 +71,10 @@ def compile_candidates(
                 specs[spec.name] = spec
             runner.precompile_tactics(inputs, tactics, profile, **kwargs)
     if specs:
-        build_jit_specs(list(specs.values()))
+        try:
+            build_jit_specs(list(specs.values()))
+        except JitError as error:  # the others are built; what does not run is not chosen
+            _logger.warning("Not every candidate could be compiled: %s", error)
 
 
 @dataclass(frozen=True)

@@ -309,8 +309,6 @@ def grouped_mm_fp8(
     """
     if backend not in ("cudnn", "auto"):
         raise ValueError(f"`backend` must be 'cudnn' or 'auto', got {backend!r}")
-    if tactic != -1:
-        raise ValueError(f"`tactic` must be -1, got {tactic!r}")
     check_dtype("out_dtype", out_dtype, (*_OUT, torch.float32))
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
@@ -321,4 +319,5 @@ def grouped_mm_fp8(
     problem = GemmProblem(
         a.dtype, b.dtype, out.dtype, rows, columns, k, batches=batches, groups="offsets"
     )
-    return launch(problem, "a", out, a, b, (alpha, None), rows=(m_indptr, None, None, None))
+    rows_of = (m_indptr, None, None, None)
+    return launch(problem, "a", out, a, b, (alpha, None), rows=rows_of, tactic=tactic)
