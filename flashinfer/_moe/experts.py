@@ -118,7 +118,13 @@ class Experts:
         ) -> None:
             self._compute(x, chosen, weights, out, None, enable_pdl)
 
-        compute_batches(kind, compute, x, chosen, out, everywhere, most)
+        def products(tokens: int) -> tuple[GemmProblem, GemmProblem]:
+            rows = tokens * chosen.shape[1]
+            code = self.fc1.dtype if self.scheme in ("tensor", "block") else x.dtype
+            first = self._problem(rows, code, self.fc1, code, self.activation, gathers=True)
+            return first, self._problem(rows, code, self.fc2, out.dtype)
+
+        compute_batches(kind, compute, products, x, chosen, out, everywhere, most)
 
     def _compute(
         self,
@@ -204,7 +210,9 @@ class Experts:
         elif self.scheme == "tensor":
             scales = (None, self.scales[0], self.scales[1])
         launch(
-            self._problem(out, x, self.fc1, self.activation, gathers=True),
+            self._problem(
+                out.shape[0], x.dtype, self.fc1, out.dtype, self.activation, gathers=True
+            ),
             "fc1",
             out,
             x,
@@ -233,7 +241,7 @@ class Experts:
         elif self.scheme == "tensor":
             scales = (None, self.scales[2])
         launch(
-            self._problem(out, hidden, self.fc2, "identity", gathers=False),
+            self._problem(out.shape[0], hidden.dtype, self.fc2, out.dtype),
             "fc2",
             out,
             hidden,
@@ -246,15 +254,21 @@ class Experts:
         )
 
     def _problem(
-        self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, activation: str, gathers: bool
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        b: torch.Tensor,
+        dtype_out: torch.dtype,
+        activation: str = "identity",
+        gathers: bool = False,
     ) -> GemmProblem:
+        """The product of `rows` choices of experts anywhere with the weights `b`."""
         here, everywhere = b.shape[0], self.all_experts or b.shape[0]
-        rows = max(out.shape[0] * here // everywhere, 1)  # that are here on average
         return GemmProblem(
-            a.dtype,
+            dtype,
             b.dtype,
-            out.dtype,
-            rows=rows,
+            dtype_out,
+            rows=max(rows * here // everywhere, 1),  # that are here on average
             columns=b.shape[1],
             k=b.shape[2],
             batches=here,

@@ -7,14 +7,15 @@ call first computes batches of every size up to its own with choices as they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 
 from ..autotuner.autotuner import AutoTuner
 from ..autotuner.listeners import call_on_change
-from ..gemm._tuning import resized
+from ..gemm._choice import GemmProblem
+from ..gemm._tuning import compile_all, resized
 
 _OPERATIONS = ("trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2")
 _SIZES = tuple(1 << i for i in range(21))
@@ -34,6 +35,7 @@ def sizes_of_batches(tokens: int, most: int) -> tuple[int, ...]:
 def compute_batches(
     kind: Hashable,
     compute: Compute,
+    products: Callable[[int], Iterable[GemmProblem]],
     x: torch.Tensor,
     chosen: torch.Tensor,
     out: torch.Tensor,
@@ -45,9 +47,11 @@ def compute_batches(
     Parameters
     ----------
     kind : hashable
-        What the products depend on besides the tokens.
+        Everything but the tokens that the products depend on.
     compute : callable
         The mixture without a check whether it is tuned.
+    products : callable
+        The products of a number of tokens.
     x, chosen, out : torch.Tensor
         Arguments of the call: tokens are repeated where it has too few.
     experts : int
@@ -61,11 +65,12 @@ def compute_batches(
     sizes = tuner.given_buckets or sizes_of_batches(x.shape[0], most)
     if (kind, sizes) in _computed:
         return
+    compile_all(product for tokens in sizes for product in products(tokens))
     draw = torch.Generator(x.device).manual_seed(0)
     top_k = chosen.shape[1]
     for tokens in sizes:
-        scores = torch.rand(tokens, experts, generator=draw, device=x.device)
-        drawn = scores.topk(top_k).indices.to(chosen.dtype)
+        scores = torch.rand(tokens, max(experts, top_k), generator=draw, device=x.device)
+        drawn = (scores.topk(top_k).indices % experts).to(chosen.dtype)
         weights = torch.full((tokens, top_k), 1 / top_k, device=x.device)
         result = out.new_empty((tokens, out.shape[1]))
         compute(resized(x, 0, tokens), drawn, weights, result)

@@ -9,14 +9,14 @@ its tile there and never comes here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..autotuner.autotuner import AutoTuner
-from ..autotuner.candidates import HEURISTIC
+from ..autotuner.candidates import HEURISTIC, compile_specs
 from ..autotuner.listeners import call_on_change
 from ..autotuner.runner import TunableRunner
 from ..autotuner.specs import (
@@ -83,6 +83,13 @@ def tiles_of(problem: GemmProblem, tactic: int) -> GemmConfig:
     return configs[tactic]
 
 
+def compile_all(problems: Iterable[GemmProblem]) -> None:
+    """Build the candidates of several products' buckets side by side."""
+    buckets = {replace(problem, rows=_bucket_of(problem.rows)) for problem in problems}
+    configs = {config for bucket in buckets for config in worth_measuring(bucket)}
+    compile_specs([gen_gemm_sm90_module(config) for config in configs])
+
+
 def choose_tiles(
     problem: GemmProblem, arguments: tuple[Any, ...], get_kernel: GetKernel
 ) -> GemmConfig:
@@ -104,7 +111,8 @@ def choose_product(
     library: Callable[..., Any],
     prefers_library: bool,
 ) -> Callable[..., Any]:
-    """A kernel, or `library`, which takes the same arguments."""
+    """A kernel, or `library`, which takes the same arguments. The caller keeps the answer if it
+    must be quick, and forgets it when the tuner's results change."""
     tuner = AutoTuner.get()
     runner = TileRunner(problem, arguments, get_kernel, library, prefers_library)
     chosen = _ask(tuner, runner)
@@ -117,12 +125,14 @@ def _ask(tuner: AutoTuner, runner: TileRunner) -> Any:
     if tuner.is_idle or runner.is_empty:
         return None
     name = operation(problem)
-    rows = tuner.get_effective_map_to_tuning_buckets(_ANY_ROWS)(problem.rows)
+    # What groups have is in tensors, so a call measures its own rows alone, whatever buckets
+    # ``autotune()`` names.
+    is_divisible = problem.groups == "batch"
+    find = tuner.get_effective_map_to_tuning_buckets(_ANY_ROWS) if is_divisible else _bucket_of
+    rows = find(problem.rows)
     shape = (rows, problem.columns, problem.k)
     if tuner.measures(name):
-        is_divisible = problem.groups == "batch"
-        # A tensor without memory says what is multiplied; the runner has the operands. What
-        # groups have is in tensors, so their own sizes alone are measured.
+        # A tensor without memory says what is multiplied; the runner has the operands.
         sizes = torch.empty(problem.rows if is_divisible else rows, *shape[1:], device="meta")
         tuner.choose_one(name, [runner], _ANY_ROWS if is_divisible else _THESE_ROWS, [sizes])
     found, _, tactic, _ = tuner.search_cache(name, [runner], (shape,), _THESE_ROWS)
@@ -130,7 +140,7 @@ def _ask(tuner: AutoTuner, runner: TileRunner) -> Any:
 
 
 def tactic_of(config: GemmConfig) -> tuple[int, ...]:
-    """What the tuner keeps of a configuration: everything but types and options."""
+    """The tiles of a configuration, without types and options."""
     return (
         config.tile_rows,
         config.tile_columns,
@@ -172,7 +182,7 @@ class TileRunner(TunableRunner):
         return bool(self._arguments[1].numel() == 0)
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What else selects code."""
+        """Everything else that selects code."""
         p = self.problem
         types = (str(p.dtype_a), str(p.dtype_b), str(p.dtype_out))
         kind = (p.batches, p.scale, p.groups, p.activation, p.gathers, p.routed)
@@ -224,7 +234,7 @@ class TileRunner(TunableRunner):
         return None
 
     def product(self, chosen: Any, problem: GemmProblem) -> Callable[..., Any]:
-        """What computes the product: `chosen` is a configuration, `LIBRARY` or `HEURISTIC`."""
+        """The function for a configuration, `LIBRARY` or `HEURISTIC`."""
         if chosen == LIBRARY or (chosen == HEURISTIC and self._prefers_library):
             assert self._library is not None
             return self._library

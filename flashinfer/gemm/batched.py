@@ -1,18 +1,23 @@
 """Products of batches of 8-bit matrices with one scale per operand."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 
+from .._common.arch import get_compute_capability
 from .._common.checks import cuda_tensors
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
 from .._instrument.decorator import flashinfer_api
+from ..autotuner.autotuner import AutoTuner
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.gemm import bmm_fp8_trace
 from ._checks import check_out, check_same_device
+from ._choice import GemmProblem
+from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel
+from ._tuning import choose_product
 
 _ALIGNMENT = 16  # elements: the bytes that cuBLASLt wants every row of an 8-bit operand to begin on
 
@@ -86,7 +91,7 @@ def bmm_fp8(
 ) -> torch.Tensor:
     """``out[i] = A_scale * B_scale * (A[i] @ B[i])`` for 8-bit matrices.
 
-    Sums are formed by the tensor cores without promotion to float32 between steps ("fast
+    cuBLASLt's sums are formed by the tensor cores without promotion to float32 between steps ("fast
     accumulation"): on Hopper they keep about 14 bits.
 
     Parameters
@@ -103,7 +108,8 @@ def bmm_fp8(
     out : torch.Tensor, optional
         ``[b, m, n]``, contiguous, of `dtype`: receives the result.
     backend : {"cublas", "auto"}
-        Both mean cuBLASLt. The other names of FlashInfer's backends are refused.
+        Both mean cuBLASLt, unless the tuner found this library's kernel for Hopper faster for
+        ``"auto"``. The other names of FlashInfer's backends are refused.
 
     Returns
     -------
@@ -130,10 +136,37 @@ def bmm_fp8(
     if out is None:
         out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=dtype, device=A.device)
     if out.numel():
-        scales = _aligned(A_scale), _aligned(B_scale)
-        for a, b, product in zip(A, B, out, strict=True):
-            torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True, out=product)
+        scales = (A_scale, B_scale, None)
+        arguments = (NAMES["A"], out, A, B, scales, None, 1.0, None, None, TRANSPOSED_B, 0, None)
+        product = _cublas
+        if backend == "auto" and not AutoTuner.get().is_idle:
+            product = _choose(arguments)
+        product(*arguments)
     return out
+
+
+def _choose(arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """cuBLASLt's products, or on Hopper this library's, where the tuner found them faster."""
+    _, out, A, B, *_ = arguments
+    if get_compute_capability(A.device) != (9, 0):
+        return _cublas
+    batches, m, k = A.shape
+    problem = GemmProblem(A.dtype, B.dtype, out.dtype, m, B.shape[2], k, batches)
+    return choose_product(problem, arguments, get_gemm_kernel, _cublas, prefers_library=True)
+
+
+def _cublas(
+    names: int,
+    out: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor, None],
+    *_: Any,
+) -> None:
+    """The products by cuBLASLt, one after the other."""
+    factors = _aligned(scales[0]), _aligned(scales[1])
+    for a, b, product in zip(A, B, out, strict=True):
+        torch._scaled_mm(a, b, *factors, out_dtype=out.dtype, use_fast_accum=True, out=product)
 
 
 def _aligned(scale: torch.Tensor) -> torch.Tensor:

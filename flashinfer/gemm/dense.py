@@ -163,7 +163,8 @@ def mm_bf16(
         bfloat16; float16 and float32 by this library's kernel alone.
     backend : {"cudnn", "auto", "cublaslt", "tinygemm"}
         ``"tinygemm"``: this library's kernel for Hopper. ``"cublaslt"``: cuBLASLt. The others
-        choose between both. The remaining names of FlashInfer's backends are refused.
+        choose between both, by the tuner's result if there is one. The remaining names of
+        FlashInfer's backends are refused.
 
     Returns
     -------

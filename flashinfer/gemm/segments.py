@@ -59,8 +59,8 @@ def grouped_mm_bf16(
     backend : {"cudnn", "auto"}
         Both mean this library's kernel.
     tactic : int
-        -1: the tuner's result, or this library's choice of the tile. From 0 on: one of the tiles
-        that the tuner would measure for these sizes, the likely fastest first.
+        -1: the tuner's result, or this library's choice of the tile. A number from 0 on is a tile
+        that the tuner would measure for these sizes; the likely fastest come first.
 
     Returns
     -------
@@ -86,9 +86,7 @@ def grouped_mm_bf16(
     problem = GemmProblem(
         a.dtype, b.dtype, out.dtype, rows, columns, k, batches=batches, groups="offsets"
     )
-    return launch(
-        problem, "a", out, a, b, rows=(m_indptr, None, None, None), tactic=tactic
-    )
+    return launch(problem, "a", out, a, b, rows=(m_indptr, None, None, None), tactic=tactic)
 
 
 class SegmentGEMMWrapper(Planned):

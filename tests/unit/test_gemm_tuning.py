@@ -14,7 +14,7 @@ import torch
 from flashinfer import autotuner as at
 from flashinfer._moe import tuning as mixtures
 from flashinfer.autotuner.context import autotune
-from flashinfer.gemm import _choice, _launch, _tuning
+from flashinfer.gemm import _choice, _launch, _tuning, dense
 from flashinfer.gemm._choice import GemmProblem, choose_config, estimate, worth_measuring
 from flashinfer.gemm._tuning import CHOSEN, LIBRARY, tactic_of
 from flashinfer.jit.gemm import GemmConfig
@@ -138,7 +138,7 @@ def test_the_fastest_tile_serves_later_calls(kind: str, kernels: Kernels) -> Non
     kernels.launched.clear()
     multiply(problem)
     multiply(problem)
-    assert [config for config, _ in kernels.launched] == [odd, odd] and CHOSEN == {problem: odd}
+    assert [config for config, _ in kernels.launched] == [odd, odd] and {problem: odd} == CHOSEN
     multiply(replace(problem, k=1024))
     assert kernels.launched[-1][0] == choose_config(replace(problem, k=1024))
 
@@ -156,6 +156,15 @@ def test_smaller_buckets_of_a_call_are_measured_too(kernels: Kernels) -> None:
     with autotune(tuning_buckets=(3, 24)):  # what groups have is not known for other sizes
         multiply(replace(GROUPS, rows=5))
     assert kernels.rows() == {5}
+
+
+def test_named_buckets_are_not_rows_of_groups(kernels: Kernels) -> None:
+    """They are tokens of a mixture, whose products have as many rows as there are choices."""
+    with autotune(tuning_buckets=(1, 8)):
+        multiply(replace(KINDS["second"], rows=8))
+        multiply(replace(KINDS["second"], rows=64))
+    keys = [key.split(" | ")[2] for key in at.AutoTuner.get()._results]
+    assert keys == ["((8, 256, 512),)", "((64, 256, 512),)"]
 
 
 def test_a_size_between_buckets_takes_the_larger_ones_tile(kernels: Kernels) -> None:
@@ -237,6 +246,33 @@ def test_a_product_that_the_binding_refuses(kernels: Kernels, caplog: Any) -> No
     assert "stays untuned" in caplog.text and not at.AutoTuner.get()._results
 
 
+def test_dense_products_keep_what_they_chose(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "cuda_tensors", lambda **tensors: None)
+    monkeypatch.setattr(dense, "get_compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dense, "get_gemm_kernel", kernels.get)
+    monkeypatch.setattr(dense, "_cublas", kernels.library)
+    a, b = torch.zeros(16, 512, dtype=BF16), torch.zeros(256, 512, dtype=BF16)
+    kernels.preferred = LIBRARY
+
+    def multiply_and_see(backend: str) -> Any:
+        dense.mm_bf16(a, b.t(), backend=backend)
+        return kernels.launched[-1][0]
+
+    usual = choose_config(DENSE)
+    assert multiply_and_see("auto") == usual and len(dense._products) == 1
+    with autotune():
+        assert not dense._products
+        assert multiply_and_see("auto") == LIBRARY
+        assert multiply_and_see("tinygemm") == usual and not dense._products
+    assert multiply_and_see("auto") == LIBRARY and multiply_and_see("tinygemm") == usual
+    assert len(dense._products) == 2
+    at.AutoTuner.get().clear_cache()
+    assert not dense._products and multiply_and_see("auto") == usual
+    dense._products.clear()
+
+
 # ---- files -------------------------------------------------------------------------------------
 
 
@@ -257,9 +293,7 @@ def test_results_in_a_file(kernels: Kernels, tmp_path: Path) -> None:
     assert len(entries) == 1 and entries[0].startswith("grouped_fp8_gemm | TileRunner | ((16, ")
 
 
-def test_a_stored_tile_that_no_longer_exists(
-    kernels: Kernels, tmp_path: Path, caplog: Any
-) -> None:
+def test_a_stored_tile_that_no_longer_exists(kernels: Kernels, tmp_path: Path, caplog: Any) -> None:
     path = tmp_path / "tuned.json"
     with autotune(cache=str(path)):
         multiply(GROUPS)
@@ -308,12 +342,18 @@ def test_batches_of_a_mixture(kernels: Kernels) -> None:
         seen.append((x, chosen))
 
     x, chosen = torch.randn(5, 64), torch.zeros(5, 4, dtype=torch.int32)
-    arguments = ("kind", compute, x, chosen, torch.zeros(5, 64), 32, 8192)
+    compiled: list[int] = []
+
+    def products(tokens: int) -> list[GemmProblem]:
+        compiled.append(tokens)
+        return []
+
+    arguments = ("kind", compute, products, x, chosen, torch.zeros(5, 64), 32, 8192)
     mixtures.compute_batches(*arguments)
     assert not seen, "nothing is tuned"
     with autotune():
         mixtures.compute_batches(*arguments)
-        assert [len(tokens) for tokens, _ in seen] == [1, 2, 4, 8]
+        assert [len(tokens) for tokens, _ in seen] == [1, 2, 4, 8] == compiled
         mixtures.compute_batches(*arguments)
         assert len(seen) == 4
     for tokens, drawn in seen:
