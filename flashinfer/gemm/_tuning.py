@@ -39,7 +39,7 @@ CHOSEN: dict[GemmProblem, GemmConfig] = {}
 _MOST_CHOSEN = 4096
 _BY_K, _BY_BLOCK = 2, 4  # bits of the binding's layout
 _logger = logging.getLogger("flashinfer.autotuner")
-_warned: set[tuple[Any, ...]] = set()
+_warned: set[str] = set()
 call_on_change(CHOSEN.clear)
 
 # A tile that suits the largest size of a bucket has enough rows for the smaller ones.
@@ -217,7 +217,7 @@ class TileRunner(TunableRunner):
         if chosen is None:
             raise ValueError(f"{tactic} is no tile of {problem}")
         if rows not in self._at:
-            self._at[rows] = with_rows(self._arguments, problem, rows)
+            self._at = {rows: with_rows(self._arguments, problem, rows)}  # lets go of the last
         self.product(chosen, problem)(*self._at[rows])
 
     def config_of(self, tactic: Any, problem: GemmProblem) -> Any:
@@ -227,10 +227,10 @@ class TileRunner(TunableRunner):
         for config in all_configs(problem):
             if tactic_of(config) == tactic:
                 return config if serves(problem, config) else None
-        key = (operation(problem), tactic)
-        if key not in _warned:
-            _warned.add(key)
-            _logger.warning("The stored tactic %s of %s does not exist: it is ignored", *key[::-1])
+        stored = f"{tactic} of {operation(problem)}"
+        if stored not in _warned:
+            _warned.add(stored)
+            _logger.warning("The stored tactic %s does not exist: it is ignored", stored)
         return None
 
     def product(self, chosen: Any, problem: GemmProblem) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flashinfer import autotuner as at
-from flashinfer._moe import tuning as mixtures
 from flashinfer.autotuner.context import autotune
 from flashinfer.gemm import _choice, _launch, _tuning, dense
 from flashinfer.gemm._choice import GemmProblem, choose_config, estimate, worth_measuring
@@ -330,42 +329,3 @@ def test_scales_follow_the_rows(rows: int, layout: int) -> None:
     assert list(scale.shape) == (expected[::-1] if layout & 2 else expected)
     assert others == list(scales[1:])
     assert torch.equal(changed.float(), a.float()[torch.arange(rows) % 130])
-
-
-# ---- mixtures ----------------------------------------------------------------------------------
-
-
-def test_batches_of_a_mixture(kernels: Kernels) -> None:
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def compute(x: torch.Tensor, chosen: torch.Tensor, *_: torch.Tensor) -> None:
-        seen.append((x, chosen))
-
-    x, chosen = torch.randn(5, 64), torch.zeros(5, 4, dtype=torch.int32)
-    compiled: list[int] = []
-
-    def products(tokens: int) -> list[GemmProblem]:
-        compiled.append(tokens)
-        return []
-
-    arguments = ("kind", compute, products, x, chosen, torch.zeros(5, 64), 32, 8192)
-    mixtures.compute_batches(*arguments)
-    assert not seen, "nothing is tuned"
-    with autotune():
-        mixtures.compute_batches(*arguments)
-        assert [len(tokens) for tokens, _ in seen] == [1, 2, 4, 8] == compiled
-        mixtures.compute_batches(*arguments)
-        assert len(seen) == 4
-    for tokens, drawn in seen:
-        assert drawn.shape == (len(tokens), 4) and drawn.dtype == torch.int32
-        assert all(len(set(row)) == 4 for row in drawn.tolist())
-        assert torch.equal(tokens, x[torch.arange(len(tokens)) % 5])
-    assert len(set(seen[-1][1].flatten().tolist())) > 8, "equal tokens do not share experts"
-    seen.clear()
-    with autotune(tuning_buckets=(3, 16)):
-        mixtures.compute_batches(*arguments)
-    assert [len(tokens) for tokens, _ in seen] == [3, 16]
-    assert mixtures.sizes_of_batches(100, 64) == (1, 2, 4, 8, 16, 32, 64)
-    with autotune(skip_ops={"trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"}):
-        mixtures.compute_batches(*arguments)
-    assert len(seen) == 2
