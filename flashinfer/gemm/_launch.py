@@ -9,9 +9,10 @@ import torch
 
 from .._common import checks
 from .._common.kernels import Kernel
+from ..autotuner.listeners import call_on_change
 from ..jit.gemm import GemmConfig, gen_gemm_sm90_module
 from ._choice import GemmProblem
-from ._tuning import CHOSEN, choose_tiles, tiles_of
+from ._tuning import choose_tiles, is_tuning, tiles_of
 
 TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK, STARTS_EARLY = 1, 2, 4, 8
 """Bits of the binding's `layout`: b is [.., k, n]; scales are [.., k / 128, rows]; 128 rows share
@@ -29,6 +30,10 @@ NAMES = {
     "a_weight": 8,
 }
 """What a public function calls its tensors, as the binding knows it."""
+
+_kernels: dict[GemmProblem, Kernel] = {}  # empty while calls are tuned
+_MOST_KERNELS = 4096
+call_on_change(_kernels.clear)
 
 
 @functools.cache
@@ -75,8 +80,12 @@ def launch(
     arguments = (
         NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl
     )  # fmt: skip
-    config = CHOSEN.get(problem) if tactic == -1 else tiles_of(problem, tactic)
-    if config is None:
-        config = choose_tiles(problem, arguments, get_gemm_kernel)
-    get_gemm_kernel(config)(*arguments)
+    kernel = _kernels.get(problem) if tactic == -1 else get_gemm_kernel(tiles_of(problem, tactic))
+    if kernel is None:
+        kernel = get_gemm_kernel(choose_tiles(problem, arguments, get_gemm_kernel))
+        if len(_kernels) > _MOST_KERNELS:
+            _kernels.clear()
+        if not is_tuning():
+            _kernels[problem] = kernel
+    kernel(*arguments)
     return out

@@ -2,8 +2,8 @@
 
 Within ``autotune()`` a product's call measures the tiles that `worth_measuring` gives, for its own
 operands, and the tuner keeps the fastest under the product's types and sizes. Without results the
-model of `_choice` decides. `CHOSEN` keeps answers while they cannot change: the usual call finds
-its tile there and never comes here.
+model of `_choice` decides. Callers keep the answers while these cannot change, so that the usual
+call never comes here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 
 from ..autotuner.autotuner import AutoTuner
 from ..autotuner.candidates import HEURISTIC, compile_specs
-from ..autotuner.listeners import call_on_change
 from ..autotuner.runner import TunableRunner
 from ..autotuner.specs import (
     DynamicTensorSpec,
@@ -33,14 +32,9 @@ GetKernel = Callable[[GemmConfig], Callable[..., Any]]
 LIBRARY = "cublas"
 """The tactic that takes the other library's product."""
 
-CHOSEN: dict[GemmProblem, GemmConfig] = {}
-"""The tile of each product that was called; empty while calls are tuned."""
-
-_MOST_CHOSEN = 4096
 _BY_K, _BY_BLOCK = 2, 4  # bits of the binding's layout
 _logger = logging.getLogger("flashinfer.autotuner")
 _warned: set[str] = set()
-call_on_change(CHOSEN.clear)
 
 # A tile that suits the largest size of a bucket has enough rows for the smaller ones.
 _bucket_of = make_bucket_mapper([1 << i for i in range(25)], round_map=True)
@@ -94,14 +88,8 @@ def choose_tiles(
     problem: GemmProblem, arguments: tuple[Any, ...], get_kernel: GetKernel
 ) -> GemmConfig:
     """The configuration for a launch with the binding's `arguments`, measured if need be."""
-    tuner = AutoTuner.get()
-    chosen = _ask(tuner, TileRunner(problem, arguments, get_kernel))
-    config = choose_config(problem) if chosen is None else chosen
-    if not tuner.is_tuning_mode:
-        if len(CHOSEN) > _MOST_CHOSEN:
-            CHOSEN.clear()
-        CHOSEN[problem] = config
-    return config
+    chosen = _ask(TileRunner(problem, arguments, get_kernel))
+    return choose_config(problem) if chosen is None else chosen
 
 
 def choose_product(
@@ -111,17 +99,15 @@ def choose_product(
     library: Callable[..., Any],
     prefers_library: bool,
 ) -> Callable[..., Any]:
-    """A kernel, or `library`, which takes the same arguments. The caller keeps the answer if it
-    must be quick, and forgets it when the tuner's results change."""
-    tuner = AutoTuner.get()
+    """A kernel, or `library`, which takes the same arguments."""
     runner = TileRunner(problem, arguments, get_kernel, library, prefers_library)
-    chosen = _ask(tuner, runner)
+    chosen = _ask(runner)
     return runner.product(HEURISTIC if chosen is None else chosen, problem)
 
 
-def _ask(tuner: AutoTuner, runner: TileRunner) -> Any:
+def _ask(runner: TileRunner) -> Any:
     """The tuner's answer: a configuration, `LIBRARY`, or None if it has none."""
-    problem = runner.problem
+    tuner, problem = AutoTuner.get(), runner.problem
     if tuner.is_idle or runner.is_empty:
         return None
     name = operation(problem)

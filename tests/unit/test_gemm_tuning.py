@@ -15,7 +15,7 @@ from flashinfer import autotuner as at
 from flashinfer.autotuner.context import autotune
 from flashinfer.gemm import _choice, _launch, _tuning, dense
 from flashinfer.gemm._choice import GemmProblem, choose_config, estimate, worth_measuring
-from flashinfer.gemm._tuning import CHOSEN, LIBRARY, tactic_of
+from flashinfer.gemm._tuning import LIBRARY, tactic_of
 from flashinfer.jit.gemm import GemmConfig
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -69,9 +69,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(_launch.checks, "cuda_tensors", lambda **tensors: None)
     built: list[Any] = []
     monkeypatch.setattr("flashinfer.autotuner.candidates.build_jit_specs", built.append)
-    CHOSEN.clear()
+    _launch._kernels.clear()
     yield kernels
-    CHOSEN.clear()
+    _launch._kernels.clear()
 
 
 def multiply(problem: GemmProblem, **more: Any) -> torch.Tensor:
@@ -132,12 +132,13 @@ def test_the_fastest_tile_serves_later_calls(kind: str, kernels: Kernels) -> Non
         out = multiply(problem)
         assert kernels.launched[-1][0] == odd and kernels.launched[-1][1][1] is out
         assert all(arguments[1] is not out for _, arguments in kernels.launched[:-1])
-        assert not CHOSEN
-    assert not CHOSEN
+        assert not _launch._kernels
+    assert not _launch._kernels
     kernels.launched.clear()
     multiply(problem)
     multiply(problem)
-    assert [config for config, _ in kernels.launched] == [odd, odd] and {problem: odd} == CHOSEN
+    assert [config for config, _ in kernels.launched] == [odd, odd]
+    assert list(_launch._kernels) == [problem]
     multiply(replace(problem, k=1024))
     assert kernels.launched[-1][0] == choose_config(replace(problem, k=1024))
 
@@ -306,7 +307,7 @@ def test_a_stored_tile_that_no_longer_exists(kernels: Kernels, tmp_path: Path, c
     assert tuner.load_configs(str(path))
     for _ in range(2):
         multiply(GROUPS)
-        CHOSEN.clear()
+        _launch._kernels.clear()
     assert kernels.launched[-1][0] == choose_config(GROUPS)
     assert caplog.text.count("(99, 1, 1, 1, 1, 1, 1) of grouped_fp8_gemm does not exist") == 1
 

@@ -15,7 +15,6 @@ from flashinfer._moe.experts import Experts
 from flashinfer.autotuner.context import autotune
 from flashinfer.gemm import _launch
 from flashinfer.gemm._choice import GemmProblem
-from flashinfer.gemm._tuning import CHOSEN
 from flashinfer.jit.gemm import GemmConfig
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -50,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmConfig]]:
     monkeypatch.setattr(experts_module, "quantize_rows", lambda x, name, out, enable_pdl: out)
     tuner.clear_cache()
     yield configs
-    CHOSEN.clear()
+    _launch._kernels.clear()
 
 
 @pytest.mark.parametrize("scheme", TENSORS)
