@@ -15,10 +15,12 @@ import torch
 
 from ..gemm._choice import GemmProblem
 from ..gemm._launch import STARTS_EARLY, launch
+from ..gemm._tuning import is_tuning
 from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
 from . import four_bit
 from .maps import RowMap, combine, map_rows
+from .tuning import compute_batches
 from .workspace import MixtureShape, allocate
 
 
@@ -73,6 +75,7 @@ class Experts:
         out: torch.Tensor,
         workspace: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        tune_max_num_tokens: int = 8192,
     ) -> torch.Tensor:
         """The sum of the chosen experts' results.
 
@@ -90,7 +93,49 @@ class Experts:
             Memory of `workspace_bytes`; new memory if None.
         enable_pdl : bool, optional
             Programmatic dependent launch; None takes it where the device has it.
+        tune_max_num_tokens : int
+            Largest batch that is tuned beforehand, within ``autotune()``.
         """
+        if self.scheme != "four_bit" and is_tuning():
+            self._tune(x, chosen, out, enable_pdl, tune_max_num_tokens)
+        return self._compute(x, chosen, weights, out, workspace, enable_pdl)
+
+    def _tune(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        out: torch.Tensor,
+        enable_pdl: bool | None,
+        most: int,
+    ) -> None:
+        """Compute batches of other sizes for the tuner."""
+        everywhere = self.all_experts or self.fc1.shape[0]
+        types = (x.dtype, self.fc1.dtype, out.dtype, self.scheme, self.activation)
+        kind = (self.fc1.shape, self.fc2.shape, types, everywhere, chosen.shape[1])
+
+        def compute(
+            x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+        ) -> None:
+            self._compute(x, chosen, weights, out, None, enable_pdl)
+
+        def products(tokens: int) -> tuple[GemmProblem, GemmProblem]:
+            rows = tokens * chosen.shape[1]
+            code = self.fc1.dtype if self.scheme in ("tensor", "block") else x.dtype
+            first = self._problem(rows, code, self.fc1, code, self.activation, gathers=True)
+            return first, self._problem(rows, code, self.fc2, out.dtype)
+
+        compute_batches(kind, compute, products, x, chosen, out, everywhere, most)
+
+    def _compute(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> torch.Tensor:
+        """`run`, whose products ask the tuner alone."""
         experts, hidden, intermediate = self.fc2.shape
         if self.scheme == "four_bit":
             intermediate *= 2
@@ -165,7 +210,9 @@ class Experts:
         elif self.scheme == "tensor":
             scales = (None, self.scales[0], self.scales[1])
         launch(
-            self._problem(out, x, self.fc1, self.activation, gathers=True),
+            self._problem(
+                out.shape[0], x.dtype, self.fc1, out.dtype, self.activation, gathers=True
+            ),
             "fc1",
             out,
             x,
@@ -194,7 +241,7 @@ class Experts:
         elif self.scheme == "tensor":
             scales = (None, self.scales[2])
         launch(
-            self._problem(out, hidden, self.fc2, "identity", gathers=False),
+            self._problem(out.shape[0], hidden.dtype, self.fc2, out.dtype),
             "fc2",
             out,
             hidden,
@@ -207,15 +254,21 @@ class Experts:
         )
 
     def _problem(
-        self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, activation: str, gathers: bool
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        b: torch.Tensor,
+        dtype_out: torch.dtype,
+        activation: str = "identity",
+        gathers: bool = False,
     ) -> GemmProblem:
+        """The product of `rows` choices of experts anywhere with the weights `b`."""
         here, everywhere = b.shape[0], self.all_experts or b.shape[0]
-        rows = max(out.shape[0] * here // everywhere, 1)  # that are here on average
         return GemmProblem(
-            a.dtype,
+            dtype,
             b.dtype,
-            out.dtype,
-            rows=rows,
+            dtype_out,
+            rows=max(rows * here // everywhere, 1),  # that are here on average
             columns=b.shape[1],
             k=b.shape[2],
             batches=here,
