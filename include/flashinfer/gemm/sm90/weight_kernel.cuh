@@ -17,11 +17,11 @@ __device__ __forceinline__ void init_weight_barriers(uint32_t shared) {
   const uint32_t barriers = shared + Tile::kOffsetBarriers;
   for (int i = 0; i < Tile::kStages; ++i) {
     ptx::mbarrier_init(barriers + i * 8, 1);
-    ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kWarps);
+    ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kTeamWarps);
   }
-  if (Tile::kSplits > 1) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
+  if (Tile::kPushes) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
   ptx::mbarrier_init_fence();
-  if (Tile::kSplits > 1) {
+  if (Tile::kPushes) {
     ptx::mbarrier_arrive_expect(shared + Tile::kOffsetSplitBarrier, WeightSplit<Tile>::bytes());
   }
 }
@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
   if (threadIdx.x == 32 * Tile::kWarps) {
     ptx::tma_prefetch_map(&params.codes);
     if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
+    if (Tile::kOnce) ptx::tma_prefetch_map(&params.activations);
   }
   // With `starts_early` the offsets were written before the preceding grid began; it lets this one
   // start only after it has waited for them itself.

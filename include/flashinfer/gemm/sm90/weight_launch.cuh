@@ -15,13 +15,24 @@ inline bool encode_weight_maps(WeightStreamParams& kernel) {
   using Scale = typename Tile::Scale;
   const WeightGemmParams& p = kernel.gemm;
   const uint64_t groups = p.offsets == nullptr ? 1 : p.num_groups;
-  const ptx::TensorMapDim codes[2] = {{p.n, p.weight_stride, Tile::kBoxRows},
-                                      {groups, p.weight_group_stride, 1}};
-  if (!ptx::encode_tensor_map<uint8_t>(kernel.codes, p.weights, p.k / 2, Tile::kRowBytes, codes)) {
+  // Of a tile's only visit: 128 bytes of all rows, then the next 128.
+  constexpr uint32_t kRows = Tile::kOnce ? Tile::kColumns : Tile::kBoxRows;
+  const ptx::TensorMapDim group = {groups, p.weight_group_stride, 1};
+  const ptx::TensorMapDim line = {p.k / 2 / Tile::kRowBytes, Tile::kRowBytes, Tile::kParts / 2};
+  const ptx::TensorMapDim codes[2] = {{p.n, p.weight_stride, kRows}, Tile::kOnce ? line : group};
+  if (!ptx::encode_tensor_map<uint8_t>(kernel.codes, p.weights,
+                                       Tile::kOnce ? Tile::kRowBytes : p.k / 2, Tile::kRowBytes,
+                                       codes)) {
     return false;
   }
+  if constexpr (Tile::kOnce) {
+    kernel.box_tokens = p.m < Tile::kTokens ? p.m : Tile::kTokens;
+    const ptx::TensorMapDim dims[2] = {{p.m, p.a_stride, kernel.box_tokens},
+                                       {p.k / 64, 64, Tile::kParts * 2}};
+    if (!ptx::encode_tensor_map<uint16_t>(kernel.activations, p.a, 64, 64, dims)) return false;
+  }
   if constexpr (Tile::kHasBoxes) {
-    const ptx::TensorMapDim scales[2] = {{p.n, p.scale_stride, Tile::kBoxRows},
+    const ptx::TensorMapDim scales[2] = {{p.n, p.scale_stride, kRows},
                                          {groups, p.scale_group_stride, 1}};
     return ptx::encode_tensor_map<Scale>(kernel.scales, p.scales, p.k / Tile::kGroup,
                                          Tile::kBoxBytes / sizeof(Scale), scales,
@@ -45,7 +56,7 @@ inline cudaError_t launch_weight_stream(const WeightGemmParams& params, bool ena
   if (status != cudaSuccess) return status;
   WeightStreamParams kernel = {};
   kernel.gemm = params;
-  if (params.k % Tile::kTileK != 0 || !encode_weight_maps<Tile>(kernel)) {
+  if (params.k % 256 != 0 || !encode_weight_maps<Tile>(kernel)) {
     return cudaErrorInvalidValue;
   }
   const uint32_t columns =
@@ -53,7 +64,7 @@ inline cudaError_t launch_weight_stream(const WeightGemmParams& params, bool ena
   const uint32_t tiles = columns * params.token_tiles;
   // Clusters that are at work together; where k is split, each has one tile.
   const uint32_t most = num_sms * Tile::kLeastCtas;
-  const uint32_t clusters = Tile::kSplits > 1 || tiles < most ? tiles : most;
+  const uint32_t clusters = Tile::kPushes || tiles < most ? tiles : most;
   return launch_kernel(weight_stream_kernel<Tile>, dim3(clusters * Tile::kSplits),
                        dim3(Tile::kThreads), Tile::kSharedBytes, stream, enable_pdl, kernel,
                        Tile::kSplits > 1 ? Tile::kSplits : 0);

@@ -21,19 +21,27 @@ struct WeightStreamTile : Config {
   using Codes = WeightCodes<kFormat, typename Config::A>;
   static_assert(Codes::kBits == 4 && Codes::kIsBfloat);
 
-  static constexpr int kSlices = 4, kHalves = 2;  // of rows, and of a stage's k
-  static constexpr int kWarps = kSlices * kHalves;
-  static_assert(Config::kWarps == kWarps);
+#ifdef W_ROWS
+  static constexpr bool kOnce = true;
+  static constexpr int kColumns = W_ROWS, kTeams = W_TEAMS;
+#else
+  static constexpr bool kOnce = false;
+  static constexpr int kColumns = 128, kTeams = 1;  // rows of the weights, columns of D
+#endif
+  static constexpr bool kPushes = kOnce || kSplits > 1;
+  // Warps of a team: of rows, and of a stage's k. Teams take turns at stages.
+  static constexpr int kSlices = kColumns / 32, kParts = 8 / kSlices;
+  static constexpr int kTeamWarps = kSlices * kParts, kWarps = kTeamWarps * kTeams;
   static constexpr int kThreads = 32 * kWarps + 32;  // one warp loads
-  static constexpr int kColumns = 128;               // rows of the weights, columns of D
-  static constexpr int kBoxRows = 64, kBoxes = 2;    // of which a gated tile has gates in one
-  static_assert(kBoxRows * kBoxes == kColumns && kBoxRows == 16 * kSlices);
+  // Boxes of rows, of which a gated tile has gates in one.
+  static constexpr int kBoxRows = kColumns / 2, kBoxes = 2;
+  static_assert(kBoxRows == 16 * kSlices);
   static constexpr bool kGated = is_gated(Config::kActivation);
   static constexpr int kOutColumns = kGated ? kColumns / 2 : kColumns;
   static constexpr int kTokenTiles = kTokens / 8;
   static_assert(kTokenTiles * 8 == kTokens && kTokens <= 32);
 
-  static constexpr int kRowBytes = 128, kTileK = 256;
+  static constexpr int kRowBytes = 128, kTileK = 128 * kParts;
   // A lane has 16 bytes of a row, 32 elements: all of a scale's for MXFP4. So codes are multiplied
   // by their scales, and the tensor cores sum what belongs to different ones.
   static constexpr bool kScalesPairs = Codes::kIsFloat4;
@@ -45,39 +53,46 @@ struct WeightStreamTile : Config {
 
   // Scales come in boxes of 16 bytes of each row, which are those of some stages.
   static constexpr bool kHasBoxes = kGroup != 0;
-  static constexpr int kBoxBytes = 16;
   static constexpr int kStageScaleBytes =
-      kHasBoxes ? kTileK / (kGroup ? kGroup : 1) * static_cast<int>(sizeof(Scale)) : kBoxBytes;
-  static constexpr uint32_t kBoxStages = kBoxBytes / kStageScaleBytes;
-  static_assert(kBoxStages * kStageScaleBytes == kBoxBytes);
+      kHasBoxes ? kTileK / (kGroup ? kGroup : 1) * static_cast<int>(sizeof(Scale)) : 16;
+  static constexpr int kBoxBytes = kStageScaleBytes < 16 ? 16 : kStageScaleBytes;
+  // A team sees the scales of its own stages' barriers alone, so teams share no box.
+  static constexpr uint32_t kBoxStages = kTeams > 1 ? 1 : kBoxBytes / kStageScaleBytes;
+  static_assert(kBoxBytes % kStageScaleBytes == 0);
+  static constexpr int kBoxStep = kBoxStages * kStageScaleBytes / static_cast<int>(sizeof(Scale));
 
-  static constexpr int kStageBytes = kColumns * kRowBytes;
+  static constexpr int kStageBytes = kColumns * kTileK / 2;
   static constexpr int kScaleBytes = kHasBoxes ? kColumns * kBoxBytes : 0;
   // Rows of activations are 16 bytes longer than the copies, for the banks of different tokens.
-  static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + 16;
+  // In a tile's only visit they come as one box, 128 bytes of all tokens at a time, swizzled.
+  static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + (kOnce ? 0 : 16);
   static constexpr int kActivationBytes = kTokens * kTokenStride;
   // Sums of a tile: by token and row where its CTA adds them up alone; else as warps push them to
   // the CTA that adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
-  static constexpr int kParts = kHalves, kSumStride = kColumns + 4;
+  static constexpr int kSumStride = kColumns + 4, kSources = kParts * kTeams;
   static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
   static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
-  static constexpr int kSumBytes = kSplits == 1 ? kParts * kTokens * kSumStride * 4
-                                                : kOwnedBlocks * kSplits * kParts * kBlockBytes;
-  static_assert(kSplits == 1 || !kGated, "a warp has gates and values in different blocks");
+  static constexpr int kSumBytes = !kPushes ? kParts * kTokens * kSumStride * 4
+                                            : kOwnedBlocks * kSplits * kSources * kBlockBytes;
+  static_assert(!kPushes || !kGated, "a warp has gates and values in different blocks");
   static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
   // Only products of one CTA a tile are in groups.
-  static constexpr int kMaxGroups = 1024, kTableBytes = kSplits == 1 ? (kMaxGroups + 4) * 4 : 0;
+  static constexpr int kMaxGroups = 1024, kTableBytes = !kPushes ? (kMaxGroups + 4) * 4 : 0;
 
+#ifdef W_CTAS
+  static constexpr int kLeastCtas = W_CTAS;
+#else
   static constexpr int kLeastCtas = kTokens <= 16 ? 2 : 1;  // of an SM
+#endif
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
   static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes - 8) /
                                         (kStageBytes + kScaleBytes + kActivationBytes + 16);
-  static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
+  static constexpr int kStages = kFittingStages < 10 ? kFittingStages : 10;
   static_assert(kStages >= 2);
 
-  static constexpr int kOffsetScales = kStages * kStageBytes;
-  static constexpr int kOffsetActivations = kOffsetScales + kStages * kScaleBytes;
-  static constexpr int kOffsetSums = kOffsetActivations + kStages * kActivationBytes;
+  static constexpr int kOffsetActivations = kStages * kStageBytes;
+  static constexpr int kOffsetScales = kOffsetActivations + kStages * kActivationBytes;
+  static constexpr int kOffsetSums = kOffsetScales + kStages * kScaleBytes;
   static constexpr int kOffsetTable = kOffsetSums + kSumBytes;
   static constexpr int kOffsetBarriers = kOffsetTable + kTableBytes;
   // Two barriers of each stage, and one that other CTAs' sums complete.
@@ -108,7 +123,7 @@ struct WeightStages {
   uint32_t first, count;
 
   __device__ __forceinline__ explicit WeightStages(uint32_t k) {
-    const uint32_t stages = k / Tile::kTileK;
+    const uint32_t stages = ceil_div<uint32_t>(k, Tile::kTileK);
     const uint32_t split = Tile::kSplits > 1 ? ptx::cluster_rank() : 0;
     first = stages * split / Tile::kSplits;
     count = stages * (split + 1) / Tile::kSplits - first;
