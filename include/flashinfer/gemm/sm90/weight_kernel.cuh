@@ -42,6 +42,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
     if (Tile::kOnce) ptx::tma_prefetch_map(&params.activations);
   }
+#ifdef W_PF
+  if (Tile::kOnce && threadIdx.x == 32 * Tile::kWarps) {
+    WeightProducer<Tile>(params, shared, table).prefetch();
+  }
+#endif
   // With `starts_early` the offsets were written before the preceding grid began; it lets this one
   // start only after it has waited for them itself.
   if (!params.gemm.starts_early) ptx::grid_dependency_wait();

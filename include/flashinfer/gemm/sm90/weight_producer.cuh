@@ -58,6 +58,19 @@ class WeightProducer {
     }
   }
 
+#ifdef W_PF
+  // Asks L2 for the first weights; loads follow the wait for what may have written them.
+  __device__ __forceinline__ void prefetch() const {
+    WeightSchedule<Tile> schedule = schedule_;
+    WeightGemmWork work;
+    if (!schedule.next(work)) return;
+    const uint32_t count = min(stages_.count, static_cast<uint32_t>(W_PF));
+    for (uint32_t i = 0; i < count; ++i) {
+      ptx::tma_prefetch(&params_.codes, 0, work.column, (stages_.first + i) * (Tile::kParts / 2));
+    }
+  }
+#endif
+
  private:
   // One thread loads all stages of the tile: a box of each operand.
   __device__ __forceinline__ void run_once() {
