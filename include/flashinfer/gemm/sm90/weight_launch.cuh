@@ -67,7 +67,7 @@ inline cudaError_t launch_weight_stream(const WeightGemmParams& params, bool ena
   const uint32_t clusters = Tile::kPushes || tiles < most ? tiles : most;
   return launch_kernel(weight_stream_kernel<Tile>, dim3(clusters * Tile::kSplits),
                        dim3(Tile::kThreads), Tile::kSharedBytes, stream, enable_pdl, kernel,
-                       Tile::kSplits > 1 ? Tile::kSplits : 0);
+                       Tile::kPushes ? Tile::kSplits : 0);
 }
 
 }  // namespace flashinfer

@@ -56,8 +56,9 @@ struct WeightStreamTile : Config {
   static constexpr int kStageScaleBytes =
       kHasBoxes ? kTileK / (kGroup ? kGroup : 1) * static_cast<int>(sizeof(Scale)) : 16;
   static constexpr int kBoxBytes = kStageScaleBytes < 16 ? 16 : kStageScaleBytes;
-  // A team sees the scales of its own stages' barriers alone, so teams share no box.
-  static constexpr uint32_t kBoxStages = kTeams > 1 ? 1 : kBoxBytes / kStageScaleBytes;
+  // Boxes begin at multiples of 16 bytes. A team sees the scales of its own stages' barriers alone,
+  // so each stage of teams has a box of its own.
+  static constexpr uint32_t kBoxStages = kBoxBytes / kStageScaleBytes;
   static_assert(kBoxBytes % kStageScaleBytes == 0);
   static constexpr int kBoxStep = kBoxStages * kStageScaleBytes / static_cast<int>(sizeof(Scale));
 
@@ -131,7 +132,8 @@ struct WeightStages {
 
   // Whether stage `i` of this CTA needs another box of scales than the one before.
   __device__ __forceinline__ bool begins_box(uint32_t i) const {
-    return Tile::kHasBoxes && (i == 0 || (first + i) % Tile::kBoxStages == 0);
+    return Tile::kHasBoxes &&
+           (Tile::kTeams > 1 || i == 0 || (first + i) % Tile::kBoxStages == 0);
   }
 };
 
