@@ -79,14 +79,7 @@ struct WeightCodes {
     constexpr uint32_t kMinusBase = kIsBfloat ? 0xc308c308u : 0xe408e408u;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-#ifdef W_HI
-      uint32_t shift = 1u << (32 - 4 * (p ? p : 1)), shifted = word;
-      asm("" : "+r"(shift));
-      if (p > 0) shifted = __umulhi(word, shift);
-      const uint32_t bits = mask_and_flip(shifted, 0x000f000fu, kBase);
-#else
       const uint32_t bits = mask_and_flip(word >> 4 * p, 0x000f000fu, kBase);
-#endif
       pairs[p] = ptx::fma_pair<T>(bits, kOne, kMinusBase);
     }
   }

@@ -77,11 +77,7 @@ inline bool encode_tensor_map(EncodedTensorMap& map, const void* data, uint64_t 
                                                      : CU_TENSOR_MAP_DATA_TYPE_UINT32;
   return encode(reinterpret_cast<CUtensorMap*>(&map), kType, kDims + 1, const_cast<void*>(data),
                 lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-#ifdef W_L256
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-#else
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-#endif
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

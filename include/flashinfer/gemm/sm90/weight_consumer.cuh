@@ -90,9 +90,7 @@ class WeightConsumer {
         if (Tile::kTeams == 1 || i % Tile::kTeams == team_) {
           const uint32_t full = shared_ + Tile::kOffsetBarriers + ring.stage * 8;
           ptx::mbarrier_wait(full, ring.phase);
-#ifndef W_NOMUL
           multiply(ring, stages_.first + i, sums);
-#endif
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full + Tile::kStages * 8);
         }
@@ -248,8 +246,8 @@ class WeightConsumer {
   }
 
   __device__ __forceinline__ void finish(const WeightGemmWork& work, const Sums& sums) const {
-    if constexpr (Tile::kPushes) {
-      finish_split(work, sums);
+    if constexpr (Tile::kOnce) {
+      finish_once(work, sums);
       return;
     }
     constexpr int kPair = 64;                    // threads of the two warps with the same rows
@@ -271,8 +269,8 @@ class WeightConsumer {
     }
   }
 
-  // Of a CTA that has a part of k: pushes its sums, and stores the rows that it adds up.
-  __device__ __forceinline__ void finish_split(const WeightGemmWork& work, const Sums& sums) const {
+  // Of a CTA's only tile: pushes the warp's sums, and stores rows that the warp adds up.
+  __device__ __forceinline__ void finish_once(const WeightGemmWork& work, const Sums& sums) const {
     const WeightSplit<Tile> split(shared_);
     __syncwarp();
     if (Tile::kSplits > 1) ptx::cluster_wait();  // the barriers of all CTAs exist

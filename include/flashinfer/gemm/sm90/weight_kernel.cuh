@@ -2,9 +2,10 @@
 // ring of stages in shared memory without a pause, also from one tile to the next, and warps unpack
 // them in registers.
 //
-// One warp loads (weight_producer.cuh), eight multiply (weight_consumer.cuh); CTAs are persistent
-// and take tile after tile (weight_tile.cuh). CTAs of a cluster may split k; they add up their sums
-// in the order of k, so that results repeat bit for bit.
+// One warp loads (weight_producer.cuh), eight or sixteen multiply (weight_consumer.cuh). CTAs take
+// one tile each, if all fit on the GPU at once, or are persistent and take tile after tile
+// (weight_tile.cuh). Sums of the warps, and of CTAs of a cluster that split k, are added up in a
+// fixed order, so that results repeat bit for bit.
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_consumer.cuh>
@@ -19,9 +20,9 @@ __device__ __forceinline__ void init_weight_barriers(uint32_t shared) {
     ptx::mbarrier_init(barriers + i * 8, 1);
     ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kTeamWarps);
   }
-  if (Tile::kPushes) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
+  if (Tile::kOnce) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
   ptx::mbarrier_init_fence();
-  if (Tile::kPushes) {
+  if (Tile::kOnce) {
     ptx::mbarrier_arrive_expect(shared + Tile::kOffsetSplitBarrier, WeightSplit<Tile>::bytes());
   }
 }
@@ -42,11 +43,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
     if (Tile::kOnce) ptx::tma_prefetch_map(&params.activations);
   }
-#ifdef W_PF
-  if (Tile::kOnce && threadIdx.x == 32 * Tile::kWarps) {
-    WeightProducer<Tile>(params, shared, table).prefetch();
-  }
-#endif
   // With `starts_early` the offsets were written before the preceding grid began; it lets this one
   // start only after it has waited for them itself.
   if (!params.gemm.starts_early) ptx::grid_dependency_wait();

@@ -1,5 +1,6 @@
 // The warp that feeds the multiplying ones: the copy engine brings codes and scales as boxes, and
-// the activations of each token as a piece of its row, wherever that is.
+// the activations of each token as a piece of its row, wherever that is. Tokens of a CTA's only
+// tile are neighbours, whose activations come as a box, too.
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_tile.cuh>
@@ -14,7 +15,7 @@ namespace flashinfer {
 struct WeightStreamParams {
   WeightGemmParams gemm;
   ptx::EncodedTensorMap codes, scales, activations;
-  uint32_t box_tokens;  // of a box of activations
+  uint32_t box_tokens;  // of a box of activations: a tile's that exist
 };
 
 template <typename Tile>
@@ -58,21 +59,9 @@ class WeightProducer {
     }
   }
 
-#ifdef W_PF
-  // Asks L2 for the first weights; loads follow the wait for what may have written them.
-  __device__ __forceinline__ void prefetch() const {
-    WeightSchedule<Tile> schedule = schedule_;
-    WeightGemmWork work;
-    if (!schedule.next(work)) return;
-    const uint32_t count = min(stages_.count, static_cast<uint32_t>(W_PF));
-    for (uint32_t i = 0; i < count; ++i) {
-      ptx::tma_prefetch(&params_.codes, 0, work.column, (stages_.first + i) * (Tile::kParts / 2));
-    }
-  }
-#endif
-
  private:
-  // One thread loads all stages of the tile: a box of each operand.
+  // One thread loads all stages of the CTA's only tile: a box of each operand. A loop over lanes,
+  // which copy a token each, would take longer than the multiplication of a stage.
   __device__ __forceinline__ void run_once() {
     WeightGemmWork work;
     if (!schedule_.next(work) || !ptx::elect_one()) return;
@@ -82,9 +71,6 @@ class WeightProducer {
       const bool begins_box = stages_.begins_box(i);
       if (begins_box) ring.advance_box();
       ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
-#ifdef W_NOLOAD
-      ptx::mbarrier_arrive_expect(barrier, 0);
-#else
       ptx::mbarrier_arrive_expect(barrier, Tile::kStageBytes + (begins_box ? Tile::kScaleBytes : 0) +
                                                params_.box_tokens * Tile::kTokenBytes);
       ptx::tma_load_hinted(shared_ + ring.stage * Tile::kStageBytes, &params_.codes, barrier, 0,
@@ -93,10 +79,8 @@ class WeightProducer {
                     &params_.activations, barrier, 0, work.row, stage * (Tile::kParts * 2));
       if (begins_box) {
         ptx::tma_load(shared_ + Tile::kOffsetScales + ring.box * Tile::kScaleBytes, &params_.scales,
-                      barrier,
-                      stage / Tile::kBoxStages * Tile::kBoxStep, work.column, 0);
+                      barrier, stage / Tile::kBoxStages * Tile::kBoxStep, work.column, 0);
       }
-#endif
       ring.advance();
     }
   }
@@ -160,8 +144,8 @@ class WeightProducer {
       if (!begins_box) continue;
       ptx::tma_load(shared_ + Tile::kOffsetScales + ring.box * Tile::kScaleBytes +
                         box * Tile::kBoxRows * Tile::kBoxBytes,
-                    &params_.scales, barrier,
-                    stage / Tile::kBoxStages * Tile::kBoxStep, row, work.group);
+                    &params_.scales, barrier, stage / Tile::kBoxStages * Tile::kBoxStep, row,
+                    work.group);
     }
   }
 

@@ -1,6 +1,6 @@
-// Split products: the CTAs of a cluster sum a part of k each, for one tile of D. Each warp pushes
-// its sums, 16 rows of the weights at a time, to the CTA that adds these rows up in the order of k.
-// Nobody waits for others but the warps that add up.
+// Sums of a CTA's only tile, or of a cluster's, whose CTAs sum a part of k each. Each warp pushes
+// its sums, 16 rows of the weights at a time, to the CTA that adds these rows up, in the order of
+// CTAs and of their warps. Nobody waits for others but the warps that add up.
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_tile.cuh>

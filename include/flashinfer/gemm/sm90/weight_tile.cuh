@@ -1,9 +1,14 @@
 // Shapes and shared memory of the products that stream 4-bit weights on Hopper
 // (gemm/sm90/weight_kernel.cuh).
 //
-// A stage is 128 bytes of 128 rows of the weights, which are 256 elements of k, with the scales and
-// activations of these. Eight warps multiply: each has 32 of the rows and 64 of the bytes. The
-// warps of the two halves add up their sums when a tile is done.
+// A stage is 16 KiB of the weights: 128 bytes of 128 rows, which are 256 elements of k, or more
+// bytes of fewer rows, with the scales and activations of these. Eight warps multiply it, a team:
+// each has 32 of the rows and 64 bytes of these. Warps with the same rows add up their sums when a
+// tile is done.
+//
+// A product whose tiles fit on the GPU at once has them visited once: a CTA ends with its tile.
+// These tiles have the rows that leave no SM idle, and may have two teams, which take turns at
+// stages. Else CTAs are persistent and take tile after tile of 128 rows.
 #pragma once
 
 #include <flashinfer/gemm/activation.cuh>
@@ -13,7 +18,8 @@
 
 namespace flashinfer {
 
-// Config: as of WeightGemmTile; kWarps is 8.
+// Config: as of WeightGemmTile; kWarps is eight of each team; kColumns: rows of the weights of a
+// tile that is its CTA's only one, 0 for persistent CTAs.
 template <typename Config>
 struct WeightStreamTile : Config {
   using Config::kFormat, Config::kGroup, Config::kTokens, Config::kSplits;
@@ -21,17 +27,13 @@ struct WeightStreamTile : Config {
   using Codes = WeightCodes<kFormat, typename Config::A>;
   static_assert(Codes::kBits == 4 && Codes::kIsBfloat);
 
-#ifdef W_ROWS
-  static constexpr bool kOnce = true;
-  static constexpr int kColumns = W_ROWS, kTeams = W_TEAMS;
-#else
-  static constexpr bool kOnce = false;
-  static constexpr int kColumns = 128, kTeams = 1;  // rows of the weights, columns of D
-#endif
-  static constexpr bool kPushes = kOnce || kSplits > 1;
-  // Warps of a team: of rows, and of a stage's k. Teams take turns at stages.
-  static constexpr int kSlices = kColumns / 32, kParts = 8 / kSlices;
-  static constexpr int kTeamWarps = kSlices * kParts, kWarps = kTeamWarps * kTeams;
+  static constexpr bool kOnce = Config::kColumns != 0;
+  static constexpr int kColumns = kOnce ? Config::kColumns : 128;  // columns of D
+  // Warps of a team: of rows, and of a stage's k.
+  static constexpr int kSlices = kColumns / 32, kParts = 8 / kSlices, kTeamWarps = 8;
+  static constexpr int kWarps = Config::kWarps, kTeams = kWarps / kTeamWarps;
+  static_assert(kSlices * kParts == kTeamWarps && kTeams * kTeamWarps == kWarps);
+  static_assert(kOnce || (kTeams == 1 && kSplits == 1));
   static constexpr int kThreads = 32 * kWarps + 32;  // one warp loads
   // Boxes of rows, of which a gated tile has gates in one.
   static constexpr int kBoxRows = kColumns / 2, kBoxes = 2;
@@ -65,30 +67,26 @@ struct WeightStreamTile : Config {
   static constexpr int kStageBytes = kColumns * kTileK / 2;
   static constexpr int kScaleBytes = kHasBoxes ? kColumns * kBoxBytes : 0;
   // Rows of activations are 16 bytes longer than the copies, for the banks of different tokens.
-  // In a tile's only visit they come as one box, 128 bytes of all tokens at a time, swizzled.
+  // Those of a CTA's only tile come as one box, 128 bytes of all tokens at a time, swizzled.
   static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + (kOnce ? 0 : 16);
   static constexpr int kActivationBytes = kTokens * kTokenStride;
-  // Sums of a tile: by token and row where its CTA adds them up alone; else as warps push them to
-  // the CTA that adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
+  // Sums of a tile: by token and row in persistent CTAs; else as warps push them to the CTA that
+  // adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
   static constexpr int kSumStride = kColumns + 4, kSources = kParts * kTeams;
   static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
   static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
-  static constexpr int kSumBytes = !kPushes ? kParts * kTokens * kSumStride * 4
-                                            : kOwnedBlocks * kSplits * kSources * kBlockBytes;
-  static_assert(!kPushes || !kGated, "a warp has gates and values in different blocks");
+  static constexpr int kSumBytes = !kOnce ? kParts * kTokens * kSumStride * 4
+                                          : kOwnedBlocks * kSplits * kSources * kBlockBytes;
+  static_assert(!kOnce || !kGated, "a warp has gates and values in different blocks");
   static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
-  // Only products of one CTA a tile are in groups.
-  static constexpr int kMaxGroups = 1024, kTableBytes = !kPushes ? (kMaxGroups + 4) * 4 : 0;
+  // Only products of persistent CTAs are in groups.
+  static constexpr int kMaxGroups = 1024, kTableBytes = !kOnce ? (kMaxGroups + 4) * 4 : 0;
 
-#ifdef W_CTAS
-  static constexpr int kLeastCtas = W_CTAS;
-#else
-  static constexpr int kLeastCtas = kTokens <= 16 ? 2 : 1;  // of an SM
-#endif
+  static constexpr int kLeastCtas = kTokens <= 16 ? 2 / kTeams : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
   static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes - 8) /
                                         (kStageBytes + kScaleBytes + kActivationBytes + 16);
-  static constexpr int kStages = kFittingStages < 10 ? kFittingStages : 10;
+  static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
   static_assert(kStages >= 2);
 
   static constexpr int kOffsetActivations = kStages * kStageBytes;
@@ -124,7 +122,7 @@ struct WeightStages {
   uint32_t first, count;
 
   __device__ __forceinline__ explicit WeightStages(uint32_t k) {
-    const uint32_t stages = ceil_div<uint32_t>(k, Tile::kTileK);
+    const uint32_t stages = ceil_div<uint32_t>(k, Tile::kTileK);  // the last may be a part
     const uint32_t split = Tile::kSplits > 1 ? ptx::cluster_rank() : 0;
     first = stages * split / Tile::kSplits;
     count = stages * (split + 1) / Tile::kSplits - first;
@@ -132,13 +130,13 @@ struct WeightStages {
 
   // Whether stage `i` of this CTA needs another box of scales than the one before.
   __device__ __forceinline__ bool begins_box(uint32_t i) const {
-    return Tile::kHasBoxes &&
-           (Tile::kTeams > 1 || i == 0 || (first + i) % Tile::kBoxStages == 0);
+    return Tile::kHasBoxes && (Tile::kTeams > 1 || i == 0 || (first + i) % Tile::kBoxStages == 0);
   }
 };
 
 // The tiles that a cluster computes: of all, numbered so that tiles of the same weights are
-// neighbours, every one after the number of clusters. Producer and consumers each have one.
+// neighbours, every one after the number of clusters; a single one where CTAs have one tile.
+// Producer and consumers each have such a schedule.
 template <typename Tile>
 class WeightSchedule {
  public:
@@ -186,8 +184,11 @@ class WeightSchedule {
     const uint32_t within = index_ - first * columns_, column = within / tiles;
     GroupRows rows = {0, static_cast<int32_t>(params_.m)};
     if (params_.offsets != nullptr) rows = group_rows(params_, group);
-    work = {group, rows.begin + (within - column * tiles) * Tile::kTokens,
-            static_cast<uint32_t>(rows.end), column * Tile::kOutColumns};
+    uint32_t row = rows.begin + (within - column * tiles) * Tile::kTokens;
+    // A box of activations ends with the last token: the copy engine fills up missing ones slowly.
+    // Tokens of two tiles get the same sums twice.
+    if (Tile::kOnce && tiles > 1) row = min(row, params_.m - Tile::kTokens);
+    work = {group, row, static_cast<uint32_t>(rows.end), column * Tile::kOutColumns};
     index_ += gridDim.x / Tile::kSplits;
     return true;
   }
