@@ -50,9 +50,8 @@ bool check(Random& random) {
                           {128, columns, k / 256}, k / 2, 128, true);
   params.scales = make_map(product.scales.data(), {Tile::kBoxBytes / kScaleSize, Tile::kColumns, 1},
                            {scales, columns, 1}, scales, 0, false);
-  params.activations =
-      make_map(product.a.data(), {64, params.box_tokens, Tile::kParts * 2}, {64, rows, k / 64}, k,
-               64, true);
+  params.activations = make_map(product.a.data(), {64, params.box_tokens, Tile::kParts * 2},
+                                {64, rows, k / 64}, k, 64, true);
   const uint32_t tiles = ceil_div<uint32_t>(columns, Tile::kColumns) * params.gemm.token_tiles;
   launch_kernel(weight_stream_kernel<Tile>, dim3(tiles), dim3(Tile::kThreads), Tile::kSharedBytes,
                 nullptr, false, params);

@@ -297,7 +297,7 @@ class WeightConsumer {
   const WeightStages<Tile> stages_;
   const uint32_t shared_;
   float* const partial_;
-  uint32_t slice_, half_, team_, t_, row_;           // row_: of a box, in the first eight of the slice
+  uint32_t slice_, half_, team_, t_, row_;    // row_: of a box, in the first eight of the slice
   uint32_t codes_, scales_, activations_[2];  // of stage 0, for this lane
 };
 

@@ -71,7 +71,8 @@ class WeightProducer {
       const bool begins_box = stages_.begins_box(i);
       if (begins_box) ring.advance_box();
       ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
-      ptx::mbarrier_arrive_expect(barrier, Tile::kStageBytes + (begins_box ? Tile::kScaleBytes : 0) +
+      ptx::mbarrier_arrive_expect(barrier, Tile::kStageBytes +
+                                               (begins_box ? Tile::kScaleBytes : 0) +
                                                params_.box_tokens * Tile::kTokenBytes);
       ptx::tma_load_hinted(shared_ + ring.stage * Tile::kStageBytes, &params_.codes, barrier, 0,
                            work.column, stage * (Tile::kParts / 2), policy_);

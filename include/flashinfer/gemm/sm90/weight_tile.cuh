@@ -75,8 +75,8 @@ struct WeightStreamTile : Config {
   static constexpr int kSumStride = kColumns + 4, kSources = kParts * kTeams;
   static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
   static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
-  static constexpr int kSumBytes = !kOnce ? kParts * kTokens * kSumStride * 4
-                                          : kOwnedBlocks * kSplits * kSources * kBlockBytes;
+  static constexpr int kSumBytes =
+      !kOnce ? kParts * kTokens * kSumStride * 4 : kOwnedBlocks * kSplits * kSources * kBlockBytes;
   static_assert(!kOnce || !kGated, "a warp has gates and values in different blocks");
   static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
   // Only products of persistent CTAs are in groups.
