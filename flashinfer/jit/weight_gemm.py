@@ -34,7 +34,7 @@ class WeightGemmConfig(ModuleConfig):
         Tokens that a CTA multiplies at a time: 8, 16, 32 or 64.
     warps : int
         Warps of a CTA that multiply; each has 16 rows of the weights, where these do not stream.
-        Of those that stream, 8 or, with `columns`, 16: two teams, a CTA on each SM.
+        A CTA that streams has 8 or, with `columns`, 16: two teams, a CTA on each SM.
     splits : int
         CTAs of a cluster that sum a part of k each; 1 before compute capability 9.0, and where
         CTAs that stream are persistent.

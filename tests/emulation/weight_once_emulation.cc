@@ -14,7 +14,7 @@
 namespace flashinfer {
 namespace {
 
-// Of `length` elements in each dimension; strides are of elements.
+// A map of `length` elements in each dimension; strides count elements.
 template <typename T>
 ptx::EncodedTensorMap make_map(const T* data, const uint32_t (&box)[3], const uint64_t (&length)[3],
                                int64_t stride1, int64_t stride2, bool swizzles) {

@@ -67,7 +67,8 @@ struct WeightStreamTile : Config {
   static constexpr int kStageBytes = kColumns * kTileK / 2;
   static constexpr int kScaleBytes = kHasBoxes ? kColumns * kBoxBytes : 0;
   // Rows of activations are 16 bytes longer than the copies, for the banks of different tokens.
-  // Those of a CTA's only tile come as one box, 128 bytes of all tokens at a time, swizzled.
+  // The activations of a CTA's only tile come as one box, 128 bytes of all tokens at a time, with
+  // the 128-byte swizzle.
   static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + (kOnce ? 0 : 16);
   static constexpr int kActivationBytes = kTokens * kTokenStride;
   // Sums of a tile: by token and row in persistent CTAs; else as warps push them to the CTA that
