@@ -137,7 +137,9 @@ def test_streams(
     codes, scale, values = _weights(weight_format, group, n, k, BF16, device)
     common = (device, BF16, BF16, weight_format, scale.dtype, group, m, n, k)
     config = choose_weight_config(*common, aligned=is_aligned(scale))
-    assert config.streams and [config.columns, config.warps, config.splits] == tile
+    assert config.streams
+    if torch.cuda.get_device_properties(device).multi_processor_count == 132:
+        assert [config.columns, config.warps, config.splits] == tile
     x = torch.randn(m, k, device=device).to(BF16)
     bias = torch.randn(n, device=device).to(BF16)
     out = torch.full((m, n), float("nan"), dtype=BF16, device=device)
