@@ -31,6 +31,13 @@ DTYPES = {
 _VECTOR_BYTES = 16
 _THREADS = 128  # of a CTA with several rows
 _VECTORS_OF_CTA = 2048
+# A CTA has the row that is so many bytes further brought to L2, so that memory has work while CTAs
+# reduce, if there are so many rows that this pays. docs/tuning/norm.md has the measurements.
+_BYTES_AHEAD = 2 << 20
+_MANY_BYTES, _MANY_BYTES_WITH_RESIDUAL = 128 << 20, 32 << 20
+_LEAST_BYTES_AHEAD, _MOST_BYTES_AHEAD = 4 << 10, 16 << 10  # of a row
+# A CTA has its own row brought to L2 while the preceding grid ends; longer rows lose by it.
+_MOST_BYTES_EARLY = 32 << 10  # of the rows of both operands
 
 
 def _threads_per_row(vectors: int) -> int:
@@ -72,6 +79,13 @@ class NormKernel:
         self.threads_per_row = _threads_per_row(self.vectors)
         self.rows_per_cta = max(1, _THREADS // self.threads_per_row) if vectors <= 32 else 1
         self.vecs_per_thread = -(-self.vectors // self.threads_per_row)
+        row_bytes = vectors * _VECTOR_BYTES
+        most_early = _MOST_BYTES_EARLY // (2 if add_residual else 1)
+        self.starts_early = self.rows_per_cta == 1 and row_bytes <= most_early
+        self.looks_ahead = _LEAST_BYTES_AHEAD <= row_bytes <= _MOST_BYTES_AHEAD
+        self.rows_ahead = _BYTES_AHEAD // row_bytes
+        many = _MANY_BYTES_WITH_RESIDUAL if add_residual else _MANY_BYTES
+        self.many_rows = many // row_bytes
 
     @cute.jit
     def __call__(
@@ -166,10 +180,21 @@ class NormKernel:
         wanted = cta * self.rows_per_cta + tid // self.threads_per_row
         valid = wanted < rows
         row = cutlass.min(wanted, rows - 1)  # threads without a row take part in the sums
+        ahead = Int32(0)
+        if cutlass.const_expr(self.looks_ahead):
+            if rows >= self.many_rows:
+                ahead = Int32(self.rows_ahead)
+        # Prefetches even what the preceding grid still writes: grids meet in L2.
+        if cutlass.const_expr(self.starts_early):
+            if ahead == 0 or row < ahead:
+                self.prefetch(x, residual, strides, row, heads)
+        self.prefetch_vectors(self.vectors_at(weight, Int64(0)), thread)
         smem = SmemAllocator()
         scratch = self.allocate_scratch(smem)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if ahead > 0 and row + ahead < rows:
+            self.prefetch(x, residual, strides, row + ahead, heads)
 
         h = self.load(self.row_of(x, row, strides[0], strides[1], heads), thread, fill=True)
         w = self.load(self.vectors_at(weight, Int64(0)), thread)
@@ -195,6 +220,24 @@ class NormKernel:
         self.store(y, target, thread, valid)
 
     @cute.jit
+    def prefetch(self, x, residual, strides, row: Int32, heads: Int32):
+        """Have a row brought to L2, as much of it as this CTA or another one like it reads."""
+        if cute.arch.thread_idx()[0] == 0:
+            prefetch_to_l2(self.row_of(x, row, strides[0], strides[1], heads))
+            if cutlass.const_expr(self.add_residual):
+                prefetch_to_l2(self.row_of(residual, row, strides[2], strides[3], heads))
+
+    @cute.jit
+    def prefetch_vectors(self, source: cute.Tensor, thread: Int32):
+        """Have a thread's vectors brought to L2."""
+        for i in cutlass.range_constexpr(self.vecs_per_thread):
+            idx = thread + i * self.threads_per_row
+            if idx < self.vectors:
+                cute.arch.inline_ptx(
+                    "prefetch.global.L2 [{$r0}];", read_only_args=[source[None, idx].iterator]
+                )
+
+    @cute.jit
     def allocate_scratch(self, smem):
         """A buffer and an mbarrier for each sum over a row."""
         warps = max(1, self.threads_per_row // 32)
@@ -209,7 +252,7 @@ class NormKernel:
                 for i in cutlass.range_constexpr(sums):
                     cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         return [(buffers[i], barriers + i) for i in range(sums)]
 
@@ -237,6 +280,16 @@ class NormKernel:
                 for j in cutlass.range_constexpr(self.vec):
                     held[j, i] = Float32(0.0)
         return held.load()
+
+
+@cute.jit
+def prefetch_to_l2(row: cute.Tensor):
+    """Have neighbouring bytes brought to L2, a multiple of 16 from a multiple of 16 on."""
+    count = cute.size(row) * row.element_type.width // 8
+    cute.arch.inline_ptx(
+        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+        read_only_args=[row.iterator, Int32(count)],
+    )
 
 
 class RMSNormKernel(NormKernel):
