@@ -3,9 +3,9 @@
     out[t] = sum over j, in order, of weight[t, j] * rows[entry_row[t, j]]     negative rows: none
 
 A CTA takes a part of a token's columns, a vector a thread, so that few tokens have many CTAs. All
-rows of a vector are loaded before the first is added. The order is fixed,
-where atomic additions would give other roundings in each run. csrc/cute_dsl_moe_finalize.cc
-launches what is compiled here, in the place of moe_combine.cu.
+rows of a vector are loaded before the first is added. The order is fixed, where atomic additions
+would give other roundings in each run. csrc/cute_dsl_moe_finalize.cc launches what is compiled
+here, in the place of moe_combine.cu.
 """
 
 from __future__ import annotations

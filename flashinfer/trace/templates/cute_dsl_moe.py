@@ -182,5 +182,5 @@ moe_grouped_gemm_cutedsl_trace = TraceTemplate(
     },
     reference=_moe_grouped_gemm_cutedsl_reference,
     init=_gemm_init,
-    hints=["enable_pdl", "expected_m"],
+    hints=["enable_pdl"],
 )
