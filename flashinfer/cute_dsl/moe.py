@@ -21,10 +21,10 @@ from ..jit.cute_dsl_moe import (
     CuteDslGroupedGemmConfig,
     CuteDslMoeActivationConfig,
     CuteDslMoeFinalizeConfig,
+    gemm_tile_for,
     gen_cute_dsl_grouped_gemm_module,
     gen_cute_dsl_moe_activation_module,
     gen_cute_dsl_moe_finalize_module,
-    gemm_tile_for,
 )
 from ..trace.templates.cute_dsl_moe import (
     moe_activation_trace,

@@ -282,9 +282,7 @@ class GroupedGemmKernel:
         )
         # Of each four values of a thread, two neighbours have a left row and two the one 8 below.
         places = thread.partition_C(cute.make_identity_tensor((128, self.right_rows)))
-        products = cute.make_rmem_tensor(
-            thread.partition_shape_C((128, self.part_rows)), Float32
-        )
+        products = cute.make_rmem_tensor(thread.partition_shape_C((128, self.part_rows)), Float32)
         total = cute.make_rmem_tensor((cute.size(places),), Float32)
         held = cute.make_rmem_tensor((self.row_scales(),), Float32)
         of_columns = cute.make_rmem_tensor((self.parts,), Float32)

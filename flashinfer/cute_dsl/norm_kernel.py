@@ -82,8 +82,8 @@ class NormKernel:
         row_bytes = vectors * _VECTOR_BYTES
         most_early = _MOST_BYTES_EARLY // (2 if add_residual else 1)
         self.starts_early = self.rows_per_cta == 1 and row_bytes <= most_early
-        self.looks_ahead = _LEAST_BYTES_AHEAD <= row_bytes <= _MOST_BYTES_AHEAD
-        self.rows_ahead = _BYTES_AHEAD // row_bytes
+        looks_ahead = _LEAST_BYTES_AHEAD <= row_bytes <= _MOST_BYTES_AHEAD
+        self.rows_ahead = _BYTES_AHEAD // row_bytes if looks_ahead else 0
         many = _MANY_BYTES_WITH_RESIDUAL if add_residual else _MANY_BYTES
         self.many_rows = many // row_bytes
 
@@ -180,21 +180,20 @@ class NormKernel:
         wanted = cta * self.rows_per_cta + tid // self.threads_per_row
         valid = wanted < rows
         row = cutlass.min(wanted, rows - 1)  # threads without a row take part in the sums
-        ahead = Int32(0)
-        if cutlass.const_expr(self.looks_ahead):
-            if rows >= self.many_rows:
-                ahead = Int32(self.rows_ahead)
+        ahead = Int32(self.rows_ahead)
+        if rows < self.many_rows:
+            ahead = Int32(0)
         # Prefetches even what the preceding grid still writes: grids meet in L2.
         if cutlass.const_expr(self.starts_early):
-            if ahead == 0 or row < ahead:
-                self.prefetch(x, residual, strides, row, heads)
+            self.prefetch(x, residual, strides, row, heads, ahead == 0 or row < ahead)
         self.prefetch_vectors(self.vectors_at(weight, Int64(0)), thread)
         smem = SmemAllocator()
         scratch = self.allocate_scratch(smem)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if ahead > 0 and row + ahead < rows:
-            self.prefetch(x, residual, strides, row + ahead, heads)
+        if cutlass.const_expr(self.rows_ahead > 0):
+            later = row + ahead
+            self.prefetch(x, residual, strides, later, heads, ahead > 0 and later < rows)
 
         h = self.load(self.row_of(x, row, strides[0], strides[1], heads), thread, fill=True)
         w = self.load(self.vectors_at(weight, Int64(0)), thread)
@@ -220,9 +219,9 @@ class NormKernel:
         self.store(y, target, thread, valid)
 
     @cute.jit
-    def prefetch(self, x, residual, strides, row: Int32, heads: Int32):
+    def prefetch(self, x, residual, strides, row: Int32, heads: Int32, wanted):
         """Have a row brought to L2, as much of it as this CTA or another one like it reads."""
-        if cute.arch.thread_idx()[0] == 0:
+        if cute.arch.thread_idx()[0] == 0 and wanted:
             prefetch_to_l2(self.row_of(x, row, strides[0], strides[1], heads))
             if cutlass.const_expr(self.add_residual):
                 prefetch_to_l2(self.row_of(residual, row, strides[2], strides[3], heads))

@@ -153,7 +153,7 @@ def test_empty_batch():
 
 @pytest.mark.parametrize("num_sms", [8, 48, 1000], ids=str)
 def test_work_is_divided_for_so_many_multiprocessors(num_sms):
-    """As many lists as multiprocessors, at most those of a GPU; later plans of a graph keep them."""
+    """As many lists as multiprocessors of the GPU; later plans of a graph keep the number."""
     workspace = torch.zeros(8 << 20, dtype=torch.uint8)
     planner = MlaPlanner()
     ctas, requests, tokens = min(num_sms, CTAS), 264, 1024
