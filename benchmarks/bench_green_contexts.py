@@ -97,7 +97,7 @@ def latent_planner(batch: int = 64, length: int = 4096, page: int = 64) -> Calla
 
 
 def operations() -> dict[str, Callable[[], Call]]:
-    """By name, a function that plans for the current stream."""
+    """Functions that plan for the current stream, by name."""
     x, weight, b = random(8192, 8192), random(8192), random(8192, 8192)
     out, normed = torch.empty_like(x), torch.empty_like(x)
     q, k, v = random(4096, 32, 128), random(4096, 8, 128), random(4096, 8, 128)

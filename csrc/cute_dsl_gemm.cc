@@ -12,7 +12,7 @@
 namespace flashinfer {
 namespace {
 
-// Of what a cluster computes at a time.
+// Size of what a cluster computes at a time.
 constexpr int64_t kCluster = FLASHINFER_CFG_CLUSTER_ROWS;
 constexpr int64_t kRows = kCluster * FLASHINFER_CFG_TILE_ROWS;
 constexpr int64_t kColumns = FLASHINFER_CFG_TILE_COLUMNS;

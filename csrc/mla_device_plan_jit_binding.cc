@@ -9,8 +9,8 @@
 //   sizes  (num_tokens, qo_len, num_heads, head_dim_ckv, page_size, num_sms)
 //
 // A row of the table has `width` page numbers. With cum_seq_lens_q, `qo_len` is the most that a
-// request has. `sharers` requests, of a token each, share an element of seq_lens. The work is divided
-// for `num_sms` multiprocessors.
+// request has. `sharers` requests, of a token each, share an element of seq_lens. The work is
+// divided for `num_sms` multiprocessors.
 #include <flashinfer/common/math.cuh>
 
 #include <algorithm>

@@ -193,7 +193,7 @@ def moe_grouped_gemm_cutedsl(
         As for `flashinfer.rmsnorm`.
     expected_m : int, optional
         Rows that an expert typically has: what the tile is chosen for. It changes no result beyond
-        rounding. By default all that it has room for.
+        rounding; None stands for all that it has room for.
 
     Returns
     -------

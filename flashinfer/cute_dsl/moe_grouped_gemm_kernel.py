@@ -46,7 +46,7 @@ class GroupedGemmKernel:
     out_dtype : cutlass.Numeric
         Type of the result.
     tile_rows, tile_columns : int
-        Of a tile of `out`: 128 by 128 or 256, or with `swap` 8 to 128 by 128.
+        Size of a tile of `out`: 128 by 128 or 256, or with `swap` 8 to 128 by 128.
     swap : bool
         Whether weights are the left operand.
     cluster_rows : int
@@ -298,7 +298,7 @@ class GroupedGemmKernel:
             self.load_scales(held, of_columns, places, scales, Int32(0))
             for q in cutlass.range(blocks, unroll=1):
                 factors = self.factors(held, of_columns)
-                # Those of the next block come while this one is multiplied.
+                # Scales of the next block come while this one is multiplied.
                 self.load_scales(held, of_columns, places, scales, cutlass.min(q + 1, blocks - 1))
                 ring.consumer_wait(state)
                 for part in cutlass.range_constexpr(self.parts):
@@ -339,7 +339,7 @@ class GroupedGemmKernel:
 
     @cute.jit
     def factors(self, held, of_columns):
-        """What products are multiplied with: for each part, each of a thread's rows."""
+        """Compute what products are multiplied with: for each part, each of a thread's rows."""
         rows = self.row_scales()
         found = cute.make_rmem_tensor((rows, self.parts), Float32)
         for part in cutlass.range_constexpr(self.parts):

@@ -73,7 +73,7 @@ class CuteDslGroupedGemmConfig(ModuleConfig):
     Attributes
     ----------
     tile_rows, tile_columns : int
-        Of a tile of the result.
+        Size of a tile of the result.
     swap : bool
         Whether weights are the tensor cores' left operand; for tiles of few rows.
     cluster_rows : int

@@ -236,10 +236,8 @@ class AttentionExecutor:
         if not problem.requests.page_size and is_worth_gathering(problem, self.device, options):
             problem = Gathering(problem, self.device).problem  # rows of pages are no need
         key = self._module_key(problem, None, options, choice)
-        on_gpu = self.device.type == "cuda"
-        slots = (
-            slots_of_stream(key.load(), self.workspaces.floats) if on_gpu else _NOMINAL_CTA_SLOTS
-        )
+        cuda = self.device.type == "cuda"
+        slots = slots_of_stream(key.load(), self.workspaces.floats) if cuda else _NOMINAL_CTA_SLOTS
         planner, self._planner = self._planner, None  # the plan in use stays as it is
         try:
             sizer = self._configured(problem, key, slots, options, rows)
