@@ -38,7 +38,8 @@ class MaskedScheduler:
             count = len(cutlass.extract_mlir_values(part))
             parts.append(cutlass.new_from_mlir_values(part, rest[:count]))
             rest = rest[count:]
-        return MaskedScheduler(*parts, self.height)
+        counts, most, columns = parts
+        return MaskedScheduler(counts, most, columns, self.height)
 
     def _parts(self):
         return self.counts, self.most, self.columns

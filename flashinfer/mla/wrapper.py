@@ -265,7 +265,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
                 f"got {batch.kv_indices.numel()}"
             )
         self._config = options.config(self._backend, self.device, batch.max_q_len)
-        self._make_plan(options, batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
+        self._make_plan(options, (batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr))
         if self._use_cuda_graph:
             self._kv_indices = self._copy_to_buffers(batch)
         else:
@@ -273,14 +273,17 @@ class BatchMLAPagedAttentionWrapper(Planned):
         self._options, self._batch = options, batch
         self._run = self._run_of(self._config.dtype_kpe)
 
-    def _make_plan(self, options: MlaOptions, *lists: torch.Tensor) -> None:
+    def _make_plan(self, options: MlaOptions, lists: tuple[torch.Tensor, ...]) -> None:
         """Plan for `qo_indptr`, `kv_indptr` and `kv_len_arr`, on the current stream's SMs."""
+        qo_indptr, kv_indptr, kv_len_arr = lists
         assert self._planner is not None
         on_gpu = self.device.type == "cuda"
         self._planner.make(
             self._int_workspace_buffer if on_gpu else None,
             self._float_bytes,
-            *lists,
+            qo_indptr,
+            kv_indptr,
+            kv_len_arr,
             num_heads=options.num_heads,
             head_dim_ckv=options.head_dim_ckv,
             page_size=options.page_size,
@@ -309,7 +312,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
                 f"`num_heads`, `head_dim_ckv` and `causal` must be the {expected} of plan(), got "
                 f"{heads}"
             )
-        self._make_plan(options, qo_indptr, kv_indptr, kv_len_arr)
+        self._make_plan(options, (qo_indptr, kv_indptr, kv_len_arr))
         self._batch = MlaBatch(qo_indptr, kv_indptr, self._kv_indices, kv_len_arr)
 
     def _check_capacity(self, batch: MlaBatch) -> None:
