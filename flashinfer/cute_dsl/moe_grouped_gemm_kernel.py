@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute, pipeline
+from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
+from . import conversions
 from .masked_scheduler import MaskedScheduler
 
 BLOCK = 128  # along k, and columns that share a scale of b
@@ -286,6 +287,12 @@ class GroupedGemmKernel:
         total = cute.make_rmem_tensor((cute.size(places),), Float32)
         held = cute.make_rmem_tensor((self.row_scales(),), Float32)
         of_columns = cute.make_rmem_tensor((self.parts,), Float32)
+        # Where these scales are, since products of 64 bits would take as long as some of the sums.
+        addresses = cute.make_rmem_tensor((self.row_scales() + self.parts,), Int64)
+        # Whether 8 neighbouring columns of 16 bits can be stored at once.
+        wide = (n % 8 == 0) & (result.iterator.toint() % 16 == 0)
+        for mode in cutlass.range_constexpr(0, 3, 2):
+            wide = wide & (result.layout.stride[mode] % 8 == 0)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         work, step = self.first_work()
         group, first = scheduler.find(work, Int32(0), Int32(0))
@@ -295,20 +302,29 @@ class GroupedGemmKernel:
             start = self.first_row(row, scheduler.most)
             scales = (scales_a, scales_b, group, column, start, valid)
             total.fill(0.0)
-            self.load_scales(held, of_columns, places, scales, Int32(0))
+            self.find_scales(addresses, places, scales)
+            self.load_scales(held, of_columns, addresses)
             for q in cutlass.range(blocks, unroll=1):
-                factors = self.factors(held, of_columns)
-                # Scales of the next block come while this one is multiplied.
-                self.load_scales(held, of_columns, places, scales, cutlass.min(q + 1, blocks - 1))
                 ring.consumer_wait(state)
                 for part in cutlass.range_constexpr(self.parts):
-                    self.multiply(tiled_mma, products, fragments, part, state.index)
+                    self.start(tiled_mma, products, fragments, part, state.index)
+                    if cutlass.const_expr(part == 0):
+                        # In the time of the products: the next block's scales come, too.
+                        factors = self.factors(held, of_columns)
+                        self.advance_scales(addresses, scales_a, scales_b, q + 1 < blocks)
+                        self.load_scales(held, of_columns, addresses)
+                    warpgroup.wait_group(0)
                     if cutlass.const_expr(part == self.parts - 1):
                         ring.consumer_release(state)
                     self.add(total, products, factors, part)
                 state.advance()
             if cutlass.const_expr(self.swap):
                 self.store_turned(total, places, result, start, column, group, valid, n)
+            elif cutlass.const_expr(self.out_dtype.width == 16):
+                if wide:
+                    self.store_wide(total, places, result, start, column, group, valid, n)
+                else:
+                    self.store(total, places, result, start, column, group, valid, n)
             else:
                 self.store(total, places, result, start, column, group, valid, n)
             work += step
@@ -325,17 +341,38 @@ class GroupedGemmKernel:
         return places[2 * i][0]
 
     @cute.jit
-    def load_scales(self, held, of_columns, places, scales, q: Int32):
-        """The scales of block `q`: of a thread's rows, and of the tile's columns."""
+    def find_scales(self, addresses, places, scales):
+        """The addresses of the first block's scales: of a thread's rows, of the tile's columns."""
         scales_a, scales_b, group, column, start, valid = scales
-        for i in cutlass.range_constexpr(self.row_scales()):
+        rows = self.row_scales()
+        for i in cutlass.range_constexpr(rows):
             # Rows past the last one have no scales; their sums are not stored.
             row = cutlass.min(start + self.row_of(places, i), valid - 1)
-            held[i] = scales_a[row, q, group]
+            addresses[i] = address_of(scales_a, (row, 0, group))
         last = scales_b.shape[0] - 1
         wide = self.tile_columns // BLOCK
         for part in cutlass.range_constexpr(self.parts):
-            of_columns[part] = scales_b[cutlass.min(column * wide + part, last), q, group]
+            column_scale = cutlass.min(column * wide + part, last)
+            addresses[rows + part] = address_of(scales_b, (column_scale, 0, group))
+
+    @cute.jit
+    def advance_scales(self, addresses, scales_a, scales_b, more):
+        """Move to the next block's scales, if there are more."""
+        for i in cutlass.range_constexpr(self.row_scales()):
+            step = Int64(scales_a.layout.stride[1]) * (Float32.width // 8)
+            addresses[i] += step if more else Int64(0)
+        for part in cutlass.range_constexpr(self.parts):
+            step = Int64(scales_b.layout.stride[1]) * (Float32.width // 8)
+            addresses[self.row_scales() + part] += step if more else Int64(0)
+
+    @cute.jit
+    def load_scales(self, held, of_columns, addresses):
+        """The scales at these addresses."""
+        rows = self.row_scales()
+        for i in cutlass.range_constexpr(rows):
+            held[i] = float_at(addresses[i])
+        for part in cutlass.range_constexpr(self.parts):
+            of_columns[part] = float_at(addresses[rows + part])
 
     @cute.jit
     def factors(self, held, of_columns):
@@ -348,8 +385,8 @@ class GroupedGemmKernel:
         return found
 
     @cute.jit
-    def multiply(self, tiled_mma, products, fragments, part: cutlass.Constexpr, stage: Int32):
-        """The products of a stage, with one part of the right rows."""
+    def start(self, tiled_mma, products, fragments, part: cutlass.Constexpr, stage: Int32):
+        """Start the products of a stage with one part of the right rows."""
         left, right = fragments[0], fragments[1 + part]
         warpgroup.fence()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -358,7 +395,6 @@ class GroupedGemmKernel:
             cute.gemm(tiled_mma, products, left[at], right[at], products)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
     def add(self, total, products, factors, part: cutlass.Constexpr):
@@ -376,6 +412,41 @@ class GroupedGemmKernel:
             place = column * self.tile_columns + places[2 * i][1]
             if row < valid and place < n:
                 self.store_pair(result, (row, place, group), total[2 * i], total[2 * i + 1])
+
+    @cute.jit
+    def store_wide(self, total, places, result, start, column, group, valid, n):
+        """The same of 8 neighbours at a time, since stores of 4 bytes fill no sector of memory.
+
+        Four threads have two of 8 columns each. They exchange four times 8 columns, so that each
+        has one of the four whole.
+        """
+        lane = cute.arch.lane_idx() % 4
+        pack = conversions.cvt_f32x2_to_bfloat2
+        if cutlass.const_expr(self.out_dtype is cutlass.Float16):
+            pack = conversions.cvt_f32x2_to_half2
+        for i in cutlass.range_constexpr(cute.size(total) // 8):
+            # Sixteen sums are four times two columns of a row, and of the one 8 below.
+            first = i // 2 * 16 + i % 2 * 2
+            words = [pack(total[first + 4 * j], total[first + 4 * j + 1]) for j in range(4)]
+            for bit in cutlass.range_constexpr(2):
+                step = 1 << bit
+                odd = lane & step != 0
+                for low in cutlass.range_constexpr(4):
+                    if cutlass.const_expr(low & step == 0):
+                        mine, other = words[low], words[low + step]
+                        sent = mine if odd else other
+                        received = cute.arch.shuffle_sync_bfly(sent, offset=step)
+                        words[low] = received if odd else mine
+                        words[low + step] = other if odd else received
+            row = start + places[first][0]
+            place = column * self.tile_columns + places[first][1] + lane * (8 - 2)
+            if row < valid and place < n:
+                held = cute.make_rmem_tensor((4,), Uint32)
+                for j in cutlass.range_constexpr(4):
+                    held[j] = words[j]
+                address = address_of(result, (row, place, group))
+                target = cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(held, cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
     def store_turned(self, total, places, result, start, column, group, valid, n):
@@ -403,10 +474,9 @@ class GroupedGemmKernel:
         """Round and store two neighbouring columns."""
         pair = cute.make_rmem_tensor((2,), self.out_dtype)
         pair[0], pair[1] = low.to(self.out_dtype), high.to(self.out_dtype)
-        address = (result.iterator + cute.crd2idx(place, result.layout)).toint()
         neighbours = cute.make_ptr(
             self.out_dtype,
-            address,
+            address_of(result, place),
             cute.AddressSpace.gmem,
             assumed_align=2 * self.out_dtype.width // 8,
         )
@@ -416,6 +486,20 @@ class GroupedGemmKernel:
 def tensor(pointer: cute.Pointer, shape, stride):
     """A tensor in global memory."""
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+
+@cute.jit
+def address_of(x: cute.Tensor, place):
+    """The address of an element."""
+    return (x.iterator + cute.crd2idx(place, x.layout)).toint()
+
+
+@cute.jit
+def float_at(address: Int64):
+    """The number at an address in global memory, loaded here and not where it is used."""
+    return cute.arch.inline_ptx(
+        "ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
 
 
 def instance(
