@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from . import conversions
 from .masked_scheduler import MaskedScheduler
+from .tile_store import address_of, has_wide_rows, store, store_turned, store_wide
 
 BLOCK = 128  # along k, and columns that share a scale of b
 CONSUMERS = 2  # warpgroups
@@ -289,10 +289,7 @@ class GroupedGemmKernel:
         of_columns = cute.make_rmem_tensor((self.parts,), Float32)
         # Where these scales are, since products of 64 bits would take as long as some of the sums.
         addresses = cute.make_rmem_tensor((self.row_scales() + self.parts,), Int64)
-        # Whether 8 neighbouring columns of 16 bits can be stored at once.
-        wide = (n % 8 == 0) & (result.iterator.toint() % 16 == 0)
-        for mode in cutlass.range_constexpr(0, 3, 2):
-            wide = wide & (result.layout.stride[mode] % 8 == 0)
+        wide = has_wide_rows(result, n)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         work, step = self.first_work()
         group, first = scheduler.find(work, Int32(0), Int32(0))
@@ -318,15 +315,16 @@ class GroupedGemmKernel:
                         ring.consumer_release(state)
                     self.add(total, products, factors, part)
                 state.advance()
+            origin = (start, column * self.tile_columns, group)
             if cutlass.const_expr(self.swap):
-                self.store_turned(total, places, result, start, column, group, valid, n)
+                store_turned(total, places, result, origin, (valid, n))
             elif cutlass.const_expr(self.out_dtype.width == 16):
                 if wide:
-                    self.store_wide(total, places, result, start, column, group, valid, n)
+                    store_wide(total, places, result, origin, (valid, n))
                 else:
-                    self.store(total, places, result, start, column, group, valid, n)
+                    store(total, places, result, origin, (valid, n))
             else:
-                self.store(total, places, result, start, column, group, valid, n)
+                store(total, places, result, origin, (valid, n))
             work += step
             group, first = scheduler.find(work, group, first)
 
@@ -404,84 +402,6 @@ class GroupedGemmKernel:
             row = i // 4 * 2 + i % 2 if self.swap else i // 2 % 2
             total[part * count + i] += products[i] * factors[row, part]
 
-    @cute.jit
-    def store(self, total, places, result, start, column, group, valid, n):
-        """Round and store a tile's valid rows: two neighbours at a time, as threads have them."""
-        for i in cutlass.range_constexpr(cute.size(total) // 2):
-            row = start + places[2 * i][0]
-            place = column * self.tile_columns + places[2 * i][1]
-            if row < valid and place < n:
-                self.store_pair(result, (row, place, group), total[2 * i], total[2 * i + 1])
-
-    @cute.jit
-    def store_wide(self, total, places, result, start, column, group, valid, n):
-        """The same of 8 neighbours at a time, since stores of 4 bytes fill no sector of memory.
-
-        Four threads have two of 8 columns each. They exchange four times 8 columns, so that each
-        has one of the four whole.
-        """
-        lane = cute.arch.lane_idx() % 4
-        pack = conversions.cvt_f32x2_to_bfloat2
-        if cutlass.const_expr(self.out_dtype is cutlass.Float16):
-            pack = conversions.cvt_f32x2_to_half2
-        for i in cutlass.range_constexpr(cute.size(total) // 8):
-            # Sixteen sums are four times two columns of a row, and of the one 8 below.
-            first = i // 2 * 16 + i % 2 * 2
-            words = [pack(total[first + 4 * j], total[first + 4 * j + 1]) for j in range(4)]
-            for bit in cutlass.range_constexpr(2):
-                step = 1 << bit
-                odd = lane & step != 0
-                for low in cutlass.range_constexpr(4):
-                    if cutlass.const_expr(low & step == 0):
-                        mine, other = words[low], words[low + step]
-                        sent = mine if odd else other
-                        received = cute.arch.shuffle_sync_bfly(sent, offset=step)
-                        words[low] = received if odd else mine
-                        words[low + step] = other if odd else received
-            row = start + places[first][0]
-            place = column * self.tile_columns + places[first][1] + lane * (8 - 2)
-            if row < valid and place < n:
-                held = cute.make_rmem_tensor((4,), Uint32)
-                for j in cutlass.range_constexpr(4):
-                    held[j] = words[j]
-                address = address_of(result, (row, place, group))
-                target = cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(held, cute.make_tensor(target, cute.make_layout(4)))
-
-    @cute.jit
-    def store_turned(self, total, places, result, start, column, group, valid, n):
-        """The same where a thread's neighbours are of two rows of `out`.
-
-        Two threads with neighbouring columns exchange a value, so that each has two of one row.
-        """
-        odd = cute.arch.lane_idx() // 4 % 2 == 1
-        for i in cutlass.range_constexpr(cute.size(total) // 2):
-            mine, other = total[2 * i], total[2 * i + 1]
-            sent = mine if odd else other
-            received = cute.arch.shuffle_sync_bfly(sent, offset=4)
-            low = received if odd else mine
-            high = other if odd else received
-            row = start + places[2 * i][1]
-            place = column * self.tile_columns + places[2 * i][0]
-            if odd:
-                row += 1
-                place -= 1
-            if row < valid and place < n:
-                self.store_pair(result, (row, place, group), low, high)
-
-    @cute.jit
-    def store_pair(self, result, place, low: Float32, high: Float32):
-        """Round and store two neighbouring columns."""
-        pair = cute.make_rmem_tensor((2,), self.out_dtype)
-        pair[0], pair[1] = low.to(self.out_dtype), high.to(self.out_dtype)
-        neighbours = cute.make_ptr(
-            self.out_dtype,
-            address_of(result, place),
-            cute.AddressSpace.gmem,
-            assumed_align=2 * self.out_dtype.width // 8,
-        )
-        cute.autovec_copy(pair, cute.make_tensor(neighbours, cute.make_layout(2)))
-
 
 def tensor(pointer: cute.Pointer, shape, stride):
     """A tensor in global memory."""
@@ -489,16 +409,10 @@ def tensor(pointer: cute.Pointer, shape, stride):
 
 
 @cute.jit
-def address_of(x: cute.Tensor, place):
-    """The address of an element."""
-    return (x.iterator + cute.crd2idx(place, x.layout)).toint()
-
-
-@cute.jit
 def float_at(address: Int64):
     """The number at an address in global memory, loaded here and not where it is used."""
     return cute.arch.inline_ptx(
-        "ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+        "ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
     )
 
 

@@ -77,7 +77,9 @@ class NormKernel:
         self.rows_per_cta = max(1, _THREADS // self.threads_per_row) if vectors <= 32 else 1
         self.vecs_per_thread = -(-self.vectors // self.threads_per_row)
         self.threads = self.threads_per_row * self.rows_per_cta
-        self.ctas_of_sm = max(1, _THREADS_OF_SM // self.threads // max(1, self.vecs_per_thread // 2))
+        self.ctas_of_sm = max(
+            1, _THREADS_OF_SM // self.threads // max(1, self.vecs_per_thread // 2)
+        )
         operands = 2 if add_residual else 1
         early = operands * vectors * _VECTOR_BYTES <= _MOST_BYTES_EARLY
         self.starts_early = self.rows_per_cta == 1 and early
