@@ -156,7 +156,7 @@ class NormKernel:
         return cute.make_tensor(aligned, cute.make_layout((self.vec, self.vectors)))
 
     def index(self, thread: Int32, i: int):
-        """A thread's vector `i`. Those of a warp are neighbours, which memory serves faster."""
+        """A thread's vector `i`. A warp's vectors are neighbours: memory serves them faster."""
         if self.threads_per_row <= 32:
             return thread + i * self.threads_per_row
         return thread // 32 * (32 * self.vecs_per_thread) + thread % 32 + i * 32
