@@ -335,7 +335,7 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
       int number;
       if (!items.next(item, number)) item.request = -1;
       item.next = items.may_have_next() ? 0 : -1;
-      if (threadIdx.x == 0) shared_item = item;
+      if (threadIdx.x == items.owner()) shared_item = item;
     }
     __syncthreads();
     const WorkItem item = shared_item;
