@@ -19,6 +19,7 @@ from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
 from . import four_bit
 from .maps import RowMap, combine, map_rows
+from .together import build_together
 from .workspace import MixtureShape, allocate
 
 
@@ -101,15 +102,19 @@ class Experts:
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
+        problems = self._problems(buffers, buffers.get("input", x))
+        if problems is not None and x.is_cuda:
+            build_together(*problems, x.dtype, chosen.dtype)
         map_rows(chosen, self.first_expert, experts, enable_pdl, rows)
         if self.scheme == "block":
             codes = buffers["input"], buffers["input_scale"]
             x, x_scale = quantize_rows(x, name="input", out=codes, enable_pdl=enable_pdl)
-        if self.scheme == "four_bit":
+        if problems is None:
             self._multiply_four_bit(buffers["rows"], buffers["hidden"], x, rows, enable_pdl)
         else:
-            self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
-            self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
+            between = buffers["hidden"], hidden_scale
+            self._first(problems[0], between, x, x_scale, rows, enable_pdl)
+            self._second(problems[1], buffers["rows"], between, rows, enable_pdl)
         combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
         return out
 
@@ -151,23 +156,23 @@ class Experts:
 
     def _first(
         self,
-        out: torch.Tensor,
+        problem: GemmProblem,
+        out: tuple[torch.Tensor, torch.Tensor | None],
         x: torch.Tensor,
         x_scale: torch.Tensor | None,
-        hidden_scale: torch.Tensor | None,
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The gathered product, activated and quantised."""
+        """The gathered product, activated and quantised; `out`: its rows and their scales."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (x_scale, self.scales[0], hidden_scale)
+            scales = (x_scale, self.scales[0], out[1])
         elif self.scheme == "tensor":
             scales = (None, self.scales[0], self.scales[1])
         launch(
-            self._problem(out, x, self.fc1, self.activation, gathers=True),
+            problem,
             "fc1",
-            out,
+            out[0],
             x,
             self.fc1,
             scales,
@@ -181,23 +186,23 @@ class Experts:
 
     def _second(
         self,
+        problem: GemmProblem,
         out: torch.Tensor,
-        hidden: torch.Tensor,
-        hidden_scale: torch.Tensor | None,
+        hidden: tuple[torch.Tensor, torch.Tensor | None],
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The product of each row of `hidden`."""
+        """The product of each row of `hidden`, which are rows and their scales."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (hidden_scale, self.scales[1])
+            scales = (hidden[1], self.scales[1])
         elif self.scheme == "tensor":
             scales = (None, self.scales[2])
         launch(
-            self._problem(out, hidden, self.fc2, "identity", gathers=False),
+            problem,
             "fc2",
             out,
-            hidden,
+            hidden[0],
             self.fc2,
             scales,
             bias=self.biases[1],
@@ -205,6 +210,16 @@ class Experts:
             layout=STARTS_EARLY,
             enable_pdl=enable_pdl,
         )
+
+    def _problems(
+        self, buffers: dict[str, torch.Tensor], x: torch.Tensor
+    ) -> tuple[GemmProblem, GemmProblem] | None:
+        """Both products, the first one of rows of `x`; None for weights that are unpacked."""
+        if self.scheme == "four_bit":
+            return None
+        hidden = buffers["hidden"]
+        first = self._problem(hidden, x, self.fc1, self.activation, gathers=True)
+        return first, self._problem(buffers["rows"], hidden, self.fc2, "identity", gathers=False)
 
     def _problem(
         self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, activation: str, gathers: bool
