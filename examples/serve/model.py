@@ -42,6 +42,8 @@ class Model:
         The layers.
     specs : list
         Plans of attention; layers with equal ones share a wrapper.
+    rounds : bool
+        Whether some norms round their result to 8 bits.
 
     Raises
     ------
@@ -92,6 +94,7 @@ class Model:
         # After which blocks the norm rounds to 8 bits, because nothing else reads its result.
         rounds = [after.norm.rounds and after.body.takes_codes for after in self.blocks[1:]]
         self._rounds = [parallel is None and each for each in (*rounds, False)]
+        self.rounds = any(self._rounds)
 
     def page_shapes(self, page_size: int) -> list[tuple[int, ...]]:
         """Shape of a page of each layer that has any; all are equal."""

@@ -201,7 +201,8 @@ class Attention(Body):
         gate = q if self.gated else q[:, :0]
         rotates = not self._rounds_keys(cache)
         return [
-            lambda: self._project(x, batch.rotations, rotates=rotates),
+            lambda: self.qkv(x),
+            lambda: self._turn(q, k, batch.rotations, rotates),
             lambda: self._append(q, k, k, batch, cache),
             lambda: self._finish(q.flatten(1), gate),
             lambda: self._attend(q, batch, cache),
@@ -217,11 +218,17 @@ class Attention(Body):
         gate = q[:, :0]
         if self.gated:
             q, gate = (part.contiguous() for part in q.view(len(x), heads, 2, dim).unbind(2))
+        return *self._turn(q, k, rotations, rotates), v, gate
+
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, rotations: torch.Tensor, rotates: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys with their norms and, if `rotates`, positions; perhaps in place."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None and rotates:
-            self.rope(rotations, q, k, dim)
-        return q, k, v, gate
+            self.rope(rotations, q, k, self.spec.dim)
+        return q, k
 
     def _rounds_keys(self, cache: torch.Tensor) -> bool:
         """Whether one kernel rotates keys, rounds them and values to 8 bits, and appends both."""

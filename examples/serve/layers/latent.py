@@ -235,17 +235,7 @@ class LatentAttention(Body):
         turned = turned.contiguous()
         self.rope(batch.rotations, turning, turned[:, None], spec.rotary)
         latents, rotaries = cache.split([spec.latent, spec.rotary], -1)
-        kernels.append_paged_mla_kv_cache(
-            self.latent_norm(latent.contiguous()),
-            turned,
-            batch.batch_indices,
-            batch.positions,
-            latents,
-            rotaries,
-            batch.kv_indices,
-            batch.kv_indptr,
-            batch.kv_last_page_len,
-        )
+        self._append(self.latent_norm(latent.contiguous()), turned, batch, cache)
         wrappers = batch.attention[spec]
         out = first.new_empty(len(x), spec.heads, spec.values)
         if wrappers.decoding is not None:
@@ -259,15 +249,36 @@ class LatentAttention(Body):
         return self.output(out.flatten(1))
 
     def parts(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> list[Callable[[], Any]]:
+        spec = self.spec
+        latent, turned = x.new_zeros(len(x), spec.latent), x.new_zeros(len(x), spec.rotary)
+        turning = x.new_zeros(len(x), spec.heads, spec.rotary)
         parts = [
             lambda: self.inputs(x),
             lambda: self.output(x.new_zeros(len(x), self.output.inputs)),
+            lambda: self.rope(batch.rotations, turning, turned[:, None], spec.rotary),
+            lambda: self.latent_norm(latent),
+            lambda: self._append(latent, turned, batch, cache),
             lambda: self(x, batch, cache),
         ]
         if self.query is not None and self.query_norm is not None:
             query, norm = self.query, self.query_norm
             parts.insert(0, lambda: self._queries(query, norm, x.new_zeros(len(x), query.inputs)))
         return parts
+
+    def _append(
+        self, latent: torch.Tensor, turned: torch.Tensor, batch: Batch, cache: torch.Tensor
+    ) -> None:
+        """The two rows of each token to its page."""
+        kernels.append_paged_mla_kv_cache(
+            latent,
+            turned,
+            batch.batch_indices,
+            batch.positions,
+            *cache.split([self.spec.latent, self.spec.rotary], -1),
+            batch.kv_indices,
+            batch.kv_indptr,
+            batch.kv_last_page_len,
+        )
 
     @staticmethod
     def _queries(query: Product, norm: Norm, x: torch.Tensor) -> torch.Tensor:
