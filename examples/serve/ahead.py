@@ -28,7 +28,7 @@ SAMPLING = (
     SamplingParams(top_k=20, top_p=0.9, max_tokens=2),
     SamplingParams(top_k=20, top_p=0.9, min_p=0.1, max_tokens=2),
 )
-# Tokens of the prompts that products are compiled for, beside single ones: of a short and a long one.
+# Tokens of a short and a long prompt, which products are compiled for; so they are for one token.
 PRODUCTS = (128, 1000)
 _THREADS = 32  # they wait for compilers
 _WORKSPACE_BYTES = 32 << 20

@@ -29,7 +29,7 @@ def build_together(
     dtype : torch.dtype
         Of the tokens, before they are quantised.
     ids : torch.dtype
-        Of the chosen experts' numbers; a dtype that the map refuses is left to it.
+        Type of the chosen experts' numbers. One that the map has no kernel for is refused by it.
     """
     specs = [gen_gemm_sm90_module(choose_config(problem)) for problem in (first, second)]
     specs.append(gen_moe_combine_module(MoeCombineConfig(second.dtype_out, second.dtype_out)))

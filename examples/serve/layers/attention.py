@@ -186,9 +186,7 @@ class Attention(Body):
     def takes_codes(self) -> bool:
         return isinstance(self.qkv, Fp8Blocks)
 
-    def __call__(
-        self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         project = partial(self._project, rotates=not self._rounds_keys(cache))
         q, k, v, gate = in_tiles(batch.tile, project, x, batch.rotations)
         self._append(q, k, v, batch, cache)

@@ -29,7 +29,7 @@ class Body:
 
     @property
     def takes_codes(self) -> bool:
-        """Whether its input may have 8 bits, as `Codes`: only a product of 8-bit weights reads it."""
+        """Whether a product of 8-bit weights alone reads its input, which may then be `Codes`."""
         return False
 
     def page_shape(self, page_size: int) -> tuple[int, ...] | None:

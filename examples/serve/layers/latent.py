@@ -221,9 +221,7 @@ class LatentAttention(Body):
     def takes_codes(self) -> bool:
         return isinstance(self.inputs, Fp8Blocks)
 
-    def __call__(
-        self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         spec = self.spec
         first = self.inputs(x)
         row = spec.latent + spec.rotary

@@ -75,7 +75,7 @@ class Linear:
 
 @dataclass
 class Transposed:
-    """Weights of 16 bits, ``[inputs, outputs]``: for few rows cuBLAS has faster kernels for these."""
+    """Weights of 16 bits, ``[inputs, outputs]``, for which cuBLAS has faster kernels if rows are few."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
