@@ -75,7 +75,7 @@ class Linear:
 
 @dataclass
 class Transposed:
-    """Weights of 16 bits, ``[inputs, outputs]``, for which cuBLAS has faster kernels if rows are few."""
+    """Weights of 16 bits, ``[inputs, outputs]``: cuBLAS is faster with these if rows are few."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
