@@ -8,7 +8,7 @@ same kernel wait for the first of them. This takes public names alone, and holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -28,13 +28,21 @@ SAMPLING = (
     SamplingParams(top_k=20, top_p=0.9, max_tokens=2),
     SamplingParams(top_k=20, top_p=0.9, min_p=0.1, max_tokens=2),
 )
-# Tokens of a short and a long prompt, which products are compiled for; so they are for one token.
-PRODUCTS = (128, 1000)
+# Rows of a step that select a kernel of products, beside single ones: of a short and a long prompt,
+# and those between, which the first token does without.
+FIRST_ROWS = (128, 1000)
+ROWS = (16, 32, 64, *FIRST_ROWS)
 _THREADS = 32  # they wait for compilers
 _WORKSPACE_BYTES = 32 << 20
 
 
-def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invariant: bool) -> None:
+def compile_all(
+    model: Model,
+    page_size: int,
+    kv_dtype: torch.dtype,
+    batch_invariant: bool,
+    rows: Sequence[int] = FIRST_ROWS,
+) -> None:
     """Call everything once, on tensors of its own.
 
     Parameters
@@ -47,6 +55,8 @@ def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invar
         Type of the cache.
     batch_invariant : bool
         As of the engine.
+    rows : sequence of int
+        Of which products are called, as of single rows.
     """
     longest = min(max(PROMPTS), model.config.max_positions)
     pages = -(-longest // page_size)
@@ -65,7 +75,7 @@ def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invar
 
     def rest() -> Iterator[Callable[[], Any]]:
         yield from steps(torch.zeros(1, model.config.vocab_size, device=model.device))
-        for length in (1, *(length for length in PRODUCTS if length <= longest)):
+        for length in (1, *(length for length in rows if length <= longest)):
             yield from _layers(model, first, (length,), attends=False)
 
     first = runner()
