@@ -66,11 +66,17 @@ class Linear:
         return self.weight.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > FEW_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
+        if not self._loads_early(x):
             return torch.nn.functional.linear(x, self.weight, self.bias)
         out = x.new_empty(len(x), len(self.weight))
         kernels.gemm.tinygemm_bf16(x, self.weight, out, self.bias, use_pdl=True)
         return out
+
+    def _loads_early(self, x: torch.Tensor) -> bool:
+        is_aligned = all(size % 8 == 0 for size in self.weight.shape)
+        return (
+            len(x) <= FEW_ROWS and is_aligned and x.dtype == torch.bfloat16 and is_hopper(x.device)
+        )
 
 
 @dataclass
