@@ -56,7 +56,7 @@ def compile_all(
     batch_invariant : bool
         As of the engine.
     rows : sequence of int
-        Of which products are called, as of single rows.
+        How many rows products get, beside single ones.
     """
     longest = min(max(PROMPTS), model.config.max_positions)
     pages = -(-longest // page_size)
