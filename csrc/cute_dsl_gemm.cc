@@ -12,7 +12,10 @@
 namespace flashinfer {
 namespace {
 
-constexpr int64_t kTile = 128;
+// Size of what a cluster computes at a time.
+constexpr int64_t kCluster = FLASHINFER_CFG_CLUSTER_ROWS;
+constexpr int64_t kRows = kCluster * FLASHINFER_CFG_TILE_ROWS;
+constexpr int64_t kColumns = FLASHINFER_CFG_TILE_COLUMNS;
 
 cute_dsl::Library library(_mlir_moe_grouped_gemm_kernel_cuda_init,
                           _mlir_moe_grouped_gemm_kernel_cuda_load_to_device);
@@ -36,10 +39,11 @@ cudaError_t num_ctas(const GemmParams& params, int32_t& ctas) {
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   }
-  const int64_t tiles = (params.m + kTile - 1) / kTile * ((params.n + kTile - 1) / kTile) *
+  const int64_t tiles = (params.m + kRows - 1) / kRows * ((params.n + kColumns - 1) / kColumns) *
                         int64_t{params.num_groups};
   const int64_t most = params.max_ctas ? std::min<int64_t>(params.max_ctas, num_sms) : num_sms;
-  ctas = static_cast<int32_t>(std::min(tiles, most));
+  const int64_t clusters = std::max<int64_t>(most / kCluster, 1);
+  ctas = static_cast<int32_t>(std::min(tiles, clusters) * kCluster);
   return status;
 }
 

@@ -13,8 +13,9 @@ namespace flashinfer {
 namespace {
 
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
-constexpr int64_t kBlock = 128, kBlocksOfCta = 4;
-constexpr int64_t kCtasOfSm = 16;  // of four warps: the most that an SM runs at a time
+constexpr int64_t kBlock = 128, kBlocksOfCta = 16;
+// Of four warps: twice what an SM runs at a time, for groups that have more rows than others.
+constexpr int64_t kCtasOfSm = 16;
 constexpr int64_t kMaxGrid = 65535;
 
 cute_dsl::Library library(_mlir_moe_activation_kernel_cuda_init,
@@ -50,8 +51,8 @@ void run(ffi::Args& args) {
   const int64_t groups = input.dim(0), rows = input.dim(1);
   check_shapes(out, scale, input, groups, rows);
   for (const ffi::Tensor& tensor : {input, out, scale}) ffi::check_contiguous(tensor);
-  if (!ffi::is_aligned(input, 8) || !ffi::is_aligned(out, 4)) {
-    ffi::raise("ValueError", "`input` must begin at a multiple of 8 bytes and `out` of 4");
+  if (!ffi::is_aligned(input, 16) || !ffi::is_aligned(out, 16)) {
+    ffi::raise("ValueError", "`input` and `out` must begin at multiples of 16 bytes");
   }
   ffi::check_dtype(counts, ffi::dtype::int32);
   ffi::check_shape(counts, {groups});
@@ -66,10 +67,9 @@ void run(ffi::Args& args) {
   if (input.numel() == 0) return;
 
   const int64_t width = input.dim(-1) / 2;
-  const int64_t across = (width / kBlock + kBlocksOfCta - 1) / kBlocksOfCta;
   const int64_t wanted = ffi::device_info(input).num_sms * kCtasOfSm;
-  const int64_t ctas = std::clamp<int64_t>((wanted + across * groups - 1) / (across * groups), 1,
-                                           std::min(rows, kMaxGrid));
+  const int64_t most = (rows * (width / kBlock) + kBlocksOfCta - 1) / kBlocksOfCta;
+  const int64_t ctas = std::min((wanted + groups - 1) / groups, most);
   const ffi::DeviceGuard guard(input);
   ffi::check_launch(library.load());
   ffi::check_launch(static_cast<cudaError_t>(cute_dsl_moe_activation_kernel_wrapper(

@@ -34,7 +34,8 @@ cudaError_t norm(const NormParams& params, bool vectorizable, const DeviceInfo& 
       params.weight_offset, params.input.stride_outer, params.input.stride_inner,
       params.residual.stride_outer, params.residual.stride_inner, params.out.stride_outer,
       params.out.stride_inner, static_cast<int32_t>(params.num_rows),
-      static_cast<int32_t>(params.num_heads), enable_pdl, stream));
+      static_cast<int32_t>(params.num_heads), static_cast<int32_t>(device.num_sms), enable_pdl,
+      stream));
 }
 
 }  // namespace flashinfer

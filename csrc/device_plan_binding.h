@@ -72,6 +72,7 @@ inline DevicePlanParams read_device_plan(ffi::Args& args, const PlanLayout& layo
   params.batch_size = static_cast<int32_t>(group.batch_size);
   params.pages_per_request = params.kv_entries / params.batch_size;
   check_size(params);
+  finish_device_plan(params);
   return params;
 }
 

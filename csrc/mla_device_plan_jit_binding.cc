@@ -6,10 +6,11 @@
 // and enable_pdl may be None. Tuples:
 //
 //   table  (num_requests, width, stride, sharers)
-//   sizes  (num_tokens, qo_len, num_heads, head_dim_ckv, page_size)
+//   sizes  (num_tokens, qo_len, num_heads, head_dim_ckv, page_size, num_sms)
 //
 // A row of the table has `width` page numbers. With cum_seq_lens_q, `qo_len` is the most that a
-// request has. `sharers` requests, of a token each, share an element of seq_lens.
+// request has. `sharers` requests, of a token each, share an element of seq_lens. The work is
+// divided for `num_sms` multiprocessors.
 #include <flashinfer/common/math.cuh>
 
 #include <algorithm>
@@ -47,12 +48,13 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   const int64_t width = table.integer_in("width", 0, INT32_MAX);
   const int64_t stride = table.integer_in("stride", 0, INT32_MAX);
   const int64_t sharers = table.integer_in("sharers", 1, INT32_MAX);
-  ffi::Args sizes = args.group("sizes", 5);
+  ffi::Args sizes = args.group("sizes", 6);
   const int64_t num_tokens = sizes.integer_in("num_tokens", 0, INT32_MAX);
   const int64_t qo_len = sizes.integer_in("max_q_len", 0, INT32_MAX);
   const int64_t num_heads = sizes.integer_in("num_heads", 1, 65535);
   const int64_t head_dim_ckv = sizes.integer_in("head_dim_ckv", 1, 65535);
   const int64_t page_size = sizes.integer_in("page_size", 1, INT32_MAX);
+  const int64_t num_sms = sizes.integer_in("num_sms", 1, 1 << 16);
   const bool causal = args.flag("causal");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
@@ -70,7 +72,8 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   }
 
   MlaPlanParams params = {};
-  params.num_ctas = ffi::device_info(workspace).num_sms;
+  params.num_ctas =
+      static_cast<int32_t>(std::min<int64_t>(num_sms, ffi::device_info(workspace).num_sms));
   params.lanes = static_cast<int32_t>(lanes_of(num_heads, qo_len, params.num_ctas));
   const int64_t units_of_request =
       ceil_div(ceil_div(qo_len * num_heads, kMlaTileRows), int64_t{params.lanes});

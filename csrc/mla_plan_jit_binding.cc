@@ -10,10 +10,13 @@
 // place; with None, only `plan` is made. Tuples:
 //
 //   batch    (qo_indptr, kv_indptr, kv_len_arr)
-//   sizes    (num_heads, head_dim_ckv, page_size)
+//   sizes    (num_heads, head_dim_ckv, page_size, num_sms)
 //   options  (causal, splits, is_graph)
+//
+// The work is divided for `num_sms` multiprocessors; 0: for all of the GPU.
 #include <flashinfer/scheduler/mla_plan.h>
 
+#include <algorithm>
 #include <new>
 
 #include "index_binding.h"
@@ -130,10 +133,11 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   const ffi::Tensor qo_indptr = batch.tensor("qo_indptr");
   const ffi::Tensor kv_indptr = batch.tensor("kv_indptr");
   const ffi::Tensor kv_len = batch.tensor("kv_len_arr");
-  ffi::Args dims = args.group("sizes", 3);
+  ffi::Args dims = args.group("sizes", 4);
   const int64_t num_heads = dims.integer_in("num_heads", 1, 65535);
   const int64_t head_dim_ckv = dims.integer_in("head_dim_ckv", 1, 65535);
   const int64_t page_size = dims.integer_in("page_size", 1, INT32_MAX);
+  const int64_t num_sms = dims.integer_in("num_sms", 0, 1 << 16);
   ffi::Args options = args.group("options", 3);
   MlaPlanConfig config = {};
   config.causal = options.flag("causal");
@@ -148,6 +152,7 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   const bool is_on_gpu = ints && ints.dl->device.device_type == kDLCUDA;
   config.num_heads = num_heads;
   config.num_ctas = is_on_gpu ? ffi::device_info(ints).num_sms : kNominalCtas;
+  if (num_sms != 0) config.num_ctas = std::min(num_sms, config.num_ctas);
   planner.planner.plan(config, planner.requests, made);
   made.num_heads = static_cast<int32_t>(num_heads);
   made.page_size = static_cast<int32_t>(page_size);

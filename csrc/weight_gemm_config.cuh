@@ -17,6 +17,7 @@ struct Config {
   static constexpr int kTokens = FLASHINFER_CFG_TOKENS;
   static constexpr int kWarps = FLASHINFER_CFG_WARPS;
   static constexpr int kSplits = FLASHINFER_CFG_SPLITS;
+  static constexpr int kColumns = FLASHINFER_CFG_COLUMNS;
   static constexpr GemmActivation kActivation = GemmActivation::FLASHINFER_CFG_ACTIVATION;
 };
 

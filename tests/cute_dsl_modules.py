@@ -16,6 +16,7 @@ import torch
 from flashinfer import aot
 from flashinfer.jit import JitSpec, cute_dsl
 from flashinfer.jit.cute_dsl_moe import (
+    GEMM_TILES,
     CuteDslGroupedGemmConfig,
     CuteDslMoeActivationConfig,
     CuteDslMoeFinalizeConfig,
@@ -71,9 +72,11 @@ def specs() -> list[JitSpec]:
     """Every module that the tests call."""
     found = list(map(gen_cute_dsl_norm_module, CONFIGS))
     for dtype in (torch.float16, BF16):
-        found.append(gen_cute_dsl_grouped_gemm_module(CuteDslGroupedGemmConfig(dtype)))
         found.append(gen_cute_dsl_moe_activation_module(CuteDslMoeActivationConfig(dtype)))
-    found.append(gen_cute_dsl_grouped_gemm_module(CuteDslGroupedGemmConfig(torch.float32)))
+    for dtype in DTYPES:
+        for tile in GEMM_TILES:
+            gemm = CuteDslGroupedGemmConfig(dtype, *tile)
+            found.append(gen_cute_dsl_grouped_gemm_module(gemm))
     for top_k in TOP_KS:
         for dtype_out in (BF16, torch.float32):
             finalize = CuteDslMoeFinalizeConfig(BF16, dtype_out, top_k)

@@ -15,10 +15,13 @@ import torch
 
 from ..gemm._choice import GemmProblem
 from ..gemm._launch import STARTS_EARLY, launch
+from ..gemm._tuning import is_tuning
 from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
 from . import four_bit
 from .maps import RowMap, combine, map_rows
+from .together import build_together
+from .tuning import compute_batches
 from .workspace import MixtureShape, allocate
 
 
@@ -73,6 +76,7 @@ class Experts:
         out: torch.Tensor,
         workspace: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
+        tune_max_num_tokens: int = 8192,
     ) -> torch.Tensor:
         """The sum of the chosen experts' results.
 
@@ -90,7 +94,46 @@ class Experts:
             Memory of `workspace_bytes`; new memory if None.
         enable_pdl : bool, optional
             Programmatic dependent launch; None takes it where the device has it.
+        tune_max_num_tokens : int
+            Largest batch that is tuned beforehand, within ``autotune()``.
         """
+        if self.scheme != "four_bit" and is_tuning():
+            self._tune(x, chosen, out, enable_pdl, tune_max_num_tokens)
+        return self._compute(x, chosen, weights, out, workspace, enable_pdl)
+
+    def _tune(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        out: torch.Tensor,
+        enable_pdl: bool | None,
+        most: int,
+    ) -> None:
+        """Compute batches of other sizes for the tuner."""
+        everywhere = self.all_experts or self.fc1.shape[0]
+        types = (x.dtype, self.fc1.dtype, out.dtype, self.scheme, self.activation)
+        kind = (self.fc1.shape, self.fc2.shape, types, everywhere, chosen.shape[1])
+
+        def compute(
+            x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+        ) -> None:
+            self._compute(x, chosen, weights, out, None, enable_pdl)
+
+        def products(tokens: int) -> tuple[GemmProblem, GemmProblem]:
+            return self._problems(tokens * chosen.shape[1], x.dtype, out.dtype)
+
+        compute_batches(kind, compute, products, x, chosen, out, everywhere, most)
+
+    def _compute(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> torch.Tensor:
+        """`run`, whose products ask the tuner alone."""
         experts, hidden, intermediate = self.fc2.shape
         if self.scheme == "four_bit":
             intermediate *= 2
@@ -101,6 +144,9 @@ class Experts:
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
+        first, second = self._problems(tokens * top_k, x.dtype, out.dtype)
+        if self.scheme != "four_bit" and x.is_cuda:
+            build_together(first, second, x.dtype, chosen.dtype)
         map_rows(chosen, self.first_expert, experts, enable_pdl, rows)
         if self.scheme == "block":
             codes = buffers["input"], buffers["input_scale"]
@@ -108,8 +154,9 @@ class Experts:
         if self.scheme == "four_bit":
             self._multiply_four_bit(buffers["rows"], buffers["hidden"], x, rows, enable_pdl)
         else:
-            self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
-            self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
+            between = buffers["hidden"], hidden_scale
+            self._first(first, between, x, x_scale, rows, enable_pdl)
+            self._second(second, buffers["rows"], between, rows, enable_pdl)
         combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
         return out
 
@@ -151,23 +198,23 @@ class Experts:
 
     def _first(
         self,
-        out: torch.Tensor,
+        problem: GemmProblem,
+        out: tuple[torch.Tensor, torch.Tensor | None],
         x: torch.Tensor,
         x_scale: torch.Tensor | None,
-        hidden_scale: torch.Tensor | None,
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The gathered product, activated and quantised."""
+        """The gathered product, activated and quantised; `out`: its rows and their scales."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (x_scale, self.scales[0], hidden_scale)
+            scales = (x_scale, self.scales[0], out[1])
         elif self.scheme == "tensor":
             scales = (None, self.scales[0], self.scales[1])
         launch(
-            self._problem(out, x, self.fc1, self.activation, gathers=True),
+            problem,
             "fc1",
-            out,
+            out[0],
             x,
             self.fc1,
             scales,
@@ -181,23 +228,23 @@ class Experts:
 
     def _second(
         self,
+        problem: GemmProblem,
         out: torch.Tensor,
-        hidden: torch.Tensor,
-        hidden_scale: torch.Tensor | None,
+        hidden: tuple[torch.Tensor, torch.Tensor | None],
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The product of each row of `hidden`."""
+        """The product of each row of `hidden`, which are rows and their scales."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (hidden_scale, self.scales[1])
+            scales = (hidden[1], self.scales[1])
         elif self.scheme == "tensor":
             scales = (None, self.scales[2])
         launch(
-            self._problem(out, hidden, self.fc2, "identity", gathers=False),
+            problem,
             "fc2",
             out,
-            hidden,
+            hidden[0],
             self.fc2,
             scales,
             bias=self.biases[1],
@@ -206,16 +253,30 @@ class Experts:
             enable_pdl=enable_pdl,
         )
 
+    def _problems(
+        self, rows: int, dtype: torch.dtype, dtype_out: torch.dtype
+    ) -> tuple[GemmProblem, GemmProblem]:
+        """Both products of `rows` choices of tokens of `dtype`."""
+        code = self.fc1.dtype if self.scheme in ("tensor", "block") else dtype
+        first = self._problem(rows, code, self.fc1, code, self.activation, gathers=True)
+        return first, self._problem(rows, code, self.fc2, dtype_out)
+
     def _problem(
-        self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, activation: str, gathers: bool
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        b: torch.Tensor,
+        dtype_out: torch.dtype,
+        activation: str = "identity",
+        gathers: bool = False,
     ) -> GemmProblem:
+        """The product of `rows` choices of experts anywhere with the weights `b`."""
         here, everywhere = b.shape[0], self.all_experts or b.shape[0]
-        rows = max(out.shape[0] * here // everywhere, 1)  # that are here on average
         return GemmProblem(
-            a.dtype,
+            dtype,
             b.dtype,
-            out.dtype,
-            rows=rows,
+            dtype_out,
+            rows=max(rows * here // everywhere, 1),  # that are here on average
             columns=b.shape[1],
             k=b.shape[2],
             batches=here,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import env
-from . import store
+from . import listeners, store
 from .candidates import (
     HEURISTIC,
     Candidate,
@@ -119,6 +119,25 @@ class AutoTuner:
         """Whether calls measure shapes that have no result."""
         return self._mode.tune
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether calls neither measure nor find a result."""
+        return not self._mode.tune and not self._results
+
+    @property
+    def given_buckets(self) -> tuple[int, ...] | None:
+        """``tuning_buckets`` of the surrounding ``autotune()``."""
+        return self._mode.buckets
+
+    def measures(self, custom_op: str) -> bool:
+        """Whether a call of an operation measures, in this thread and on its stream."""
+        return (
+            self._mode.tune
+            and custom_op not in self._mode.skip_ops
+            and not is_in_profile_measurement()
+            and not _is_capturing()
+        )
+
     # ---- serving -------------------------------------------------------------------------------
 
     def choose_one(
@@ -157,12 +176,7 @@ class AutoTuner:
         names = tuple(type(runner).__qualname__ for runner in runners)
         mode = (self._mode.buckets, self._mode.round_up, id(get_autotune_process_group()))
         call = (custom_op, names, extras, shapes, mode)
-        tune = (
-            self._mode.tune
-            and custom_op not in self._mode.skip_ops
-            and not is_in_profile_measurement()
-            and not _is_capturing()
-        )
+        tune = self.measures(custom_op)
         if not tune or call in self._tuned:
             known = self._known.get(call)
             if known is not None:
@@ -335,6 +349,7 @@ class AutoTuner:
         self._results[key.text()] = {"runner": runner_name, "tactic": _tactic_to_json(tactic)}
         self._known.clear()
         self._dirty = True
+        listeners.tell()
 
     def _time(self, call: Callable[[], object], samples: int, replays: int) -> list[float]:
         """Milliseconds of each sample, by the timer that is in force."""
@@ -366,6 +381,7 @@ class AutoTuner:
             for namespace, values in records.items():
                 self._records.setdefault(namespace, {}).update(values)
             self._known.clear()
+        listeners.tell()
         return True
 
     def save_configs(self, path: str) -> None:
@@ -394,6 +410,7 @@ class AutoTuner:
             self._tuned.clear()
             self._known.clear()
             self._dirty = False
+        listeners.tell()
 
     def reset_statistics(self) -> None:
         """Start new counts."""

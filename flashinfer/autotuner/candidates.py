@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..jit.core import build_jit_specs
+from ..jit.core import JitSpec, build_jit_specs
+from ..jit.errors import JitError
 from .measure import Timer
 from .process_group import gathered
 from .runner import TunableRunner, key_of
@@ -69,8 +70,16 @@ def compile_candidates(
             for spec in runner.jit_specs(inputs, tactics):
                 specs[spec.name] = spec
             runner.precompile_tactics(inputs, tactics, profile, **kwargs)
+    compile_specs(list(specs.values()))
+
+
+def compile_specs(specs: list[JitSpec]) -> None:
+    """Build modules in parallel; those that fail are warned of."""
     if specs:
-        build_jit_specs(list(specs.values()))
+        try:
+            build_jit_specs(specs)
+        except JitError as error:  # the others are built; what does not run is not chosen
+            _logger.warning("Not every candidate could be compiled: %s", error)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import env
-from . import store
+from . import listeners, store
 from .autotuner import AutoTuner
 from .measure import MeasurementPolicy
 
@@ -76,11 +76,13 @@ def autotune(
         replays=cuda_graph_profile_replays or before.replays,
         policy=measurement or before.policy,
     )
+    listeners.tell()
     try:
         yield
         if tune_mode and cache is not None and tuner._dirty:
             tuner.save_configs(cache)
     finally:
         tuner._mode = before
+        listeners.tell()
         if not before.tune:
             tuner._timers.clear()  # they hold the memory that they write to

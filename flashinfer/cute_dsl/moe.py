@@ -17,9 +17,11 @@ from .._common import checks
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
 from .._instrument.decorator import flashinfer_api
 from ..jit.cute_dsl_moe import (
+    GEMM_TILES,
     CuteDslGroupedGemmConfig,
     CuteDslMoeActivationConfig,
     CuteDslMoeFinalizeConfig,
+    gemm_tile_for,
     gen_cute_dsl_grouped_gemm_module,
     gen_cute_dsl_moe_activation_module,
     gen_cute_dsl_moe_finalize_module,
@@ -45,8 +47,8 @@ def _finalize_kernel(dtype: torch.dtype, out_dtype: torch.dtype, top_k: int) -> 
     return cast(Kernel, gen_cute_dsl_moe_finalize_module(config).build_and_load().moe_combine)
 
 
-def _gemm_kernel(out_dtype: torch.dtype) -> Kernel:
-    config = CuteDslGroupedGemmConfig(out_dtype)
+def _gemm_kernel(out_dtype: torch.dtype, tile: int) -> Kernel:
+    config = CuteDslGroupedGemmConfig(out_dtype, *GEMM_TILES[tile])
     return cast(Kernel, gen_cute_dsl_grouped_gemm_module(config).build_and_load().gemm)
 
 
@@ -168,6 +170,7 @@ def moe_grouped_gemm_cutedsl(
     masked_m: torch.Tensor,
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
+    expected_m: int | None = None,
 ) -> torch.Tensor:
     """Products of experts' rows with their weights: ``out[g, r] = a[g, r] @ b[g].T``, in 8 bits.
 
@@ -188,6 +191,9 @@ def moe_grouped_gemm_cutedsl(
         ``[experts, rows, n]``, bfloat16, float16 or float32; by default a new one in bfloat16.
     enable_pdl : bool, optional
         As for `flashinfer.rmsnorm`.
+    expected_m : int, optional
+        Rows that an expert typically has: what the tile is chosen for. It changes no result beyond
+        rounding; None stands for all that it has room for.
 
     Returns
     -------
@@ -211,10 +217,12 @@ def moe_grouped_gemm_cutedsl(
         raise ValueError(f"`a_scale` must have shape {list(wanted)}, got {list(a_scale.shape)}")
     if out is None:
         out = torch.empty((experts, rows, b.shape[1]), dtype=torch.bfloat16, device=a.device)
+    expected = rows if expected_m is None else min(checks.count("expected_m", expected_m), rows)
+    tile = gemm_tile_for(expected)
     try:
-        kernel = _gemm[out.dtype]
+        kernel = _gemm[out.dtype, tile]
     except NOT_LOADED:
-        kernel = _gemm.load(out=out)
+        kernel = _gemm.load(tile, out=out)
     by_row = a_scale.view(wanted[0], experts, rows).permute(1, 2, 0)
     groups = (checks.tensor("masked_m", masked_m), None, None, None)
     scales = (by_row, b_scale, None)

@@ -2,9 +2,10 @@
 
     out[t] = sum over j, in order, of weight[t, j] * rows[entry_row[t, j]]     negative rows: none
 
-A CTA takes a token. All rows of a vector are loaded before the first is added. The order is fixed,
-where atomic additions would give other roundings in each run. csrc/cute_dsl_moe_finalize.cc
-launches what is compiled here, in the place of moe_combine.cu.
+A CTA takes a part of a token's columns, a vector a thread, so that few tokens have many CTAs. All
+rows of a vector are loaded before the first is added. The order is fixed, where atomic additions
+would give other roundings in each run. csrc/cute_dsl_moe_finalize.cc launches what is compiled
+here, in the place of moe_combine.cu.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_ptr
 
-VECTOR, THREADS = 8, 256
+VECTOR, THREADS = 8, 128
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
 
 
@@ -46,8 +47,12 @@ class MoeFinalizeKernel:
         use_pdl: Int32,
         stream: cuda.CUstream,
     ):
-        self.kernel(rows, entry_row, weights, out, rows_stride, out_stride, hidden).launch(
-            grid=[tokens, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=use_pdl != 0
+        parts = cute.ceil_div(hidden, VECTOR * THREADS)
+        self.kernel(rows, entry_row, weights, out, rows_stride, out_stride, hidden, parts).launch(
+            grid=[tokens * parts, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=use_pdl != 0,
         )
 
     @cute.kernel
@@ -60,8 +65,11 @@ class MoeFinalizeKernel:
         rows_stride: Int64,
         out_stride: Int64,
         hidden: Int32,
+        parts: Int32,
     ):
-        token, tid = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        token = cute.arch.block_idx()[0] // parts
+        part = cute.arch.block_idx()[0] - token * parts
+        vector = part * THREADS + cute.arch.thread_idx()[0]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         layout = cute.make_layout(self.top_k)
@@ -69,7 +77,7 @@ class MoeFinalizeKernel:
         own_weights = cute.make_tensor(weights + Int64(token) * self.top_k, layout)
         entries = [own_rows[j] for j in range(self.top_k)]
         factors = [own_weights[j] for j in range(self.top_k)]
-        for vector in cutlass.range(tid, hidden // VECTOR, THREADS, unroll=1):
+        if vector < hidden // VECTOR:
             held = cute.make_rmem_tensor((VECTOR, self.top_k), self.dtype)
             held.fill(0)
             for j in cutlass.range_constexpr(self.top_k):

@@ -3,10 +3,15 @@
     out[g, r, c] = sum over blocks q of k:  a_scale[g, r, q] b_scale[g, c / 128, q]
                                             sum over k in q of a[g, r, k] b[g, c, k]
 
-for the first counts[g] rows of group g; other rows of `out` are not written. A CTA stays on its SM
-and computes tiles of 128 x 128, which `MaskedScheduler` deals. One warp has the copy engine bring
-blocks of 128 along k; two warpgroups multiply, each 64 rows. Tensor cores sum one block; its sum is
-scaled and added to the result in registers, since no scale is the same along k.
+for the first counts[g] rows of group g; other rows of `out` are not written. CTAs stay on their SMs
+and compute tiles, which `MaskedScheduler` deals. One warp has the copy engine bring blocks of 128
+along k; two warpgroups multiply. Tensor cores sum one block; its sum is scaled and added to the
+result in registers, since no scale is the same along k.
+
+The tensor cores' left operand has 128 rows, 64 of each warpgroup; the right one has as many as one
+asks for. Many rows of `a` are the left operand, in tiles of 128 x 256, and the two CTAs of a
+cluster, one below the other, each bring half of the weights for both. Few rows are the right
+operand (`swap`), and the left one is 128 rows of weights: then no product is of rows that are not.
 """
 
 from __future__ import annotations
@@ -20,90 +25,44 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-TILE = (128, 128, 128)  # rows, columns, k: b_scale has one number for a tile's columns
-STAGES = 6
+from .masked_scheduler import MaskedScheduler
+from .tile_store import address_of, has_wide_rows, store, store_turned, store_wide
+
+BLOCK = 128  # along k, and columns that share a scale of b
 CONSUMERS = 2  # warpgroups
 THREADS = 128 * (1 + CONSUMERS)
+STAGE_BYTES = 222 << 10  # of shared memory, for all stages
+MAX_STAGES = 12
+# Policy of L2 for what is read once, as the copy engine takes it.
+EVICT_FIRST = 0x12F0000000000000
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}
-
-
-class MaskedScheduler:
-    """Deals the tiles of all groups' valid rows to CTAs: tile `work`, then each grid size further.
-
-    Tiles of a group follow one another down its rows, so that CTAs that run together share weights.
-    Every warp computes the same schedule from the counts.
-
-    Parameters
-    ----------
-    counts : cute.Tensor
-        Valid rows of each group.
-    most : Int32
-        Rows that a group has at most.
-    columns : Int32
-        Tiles along the columns.
-    """
-
-    def __init__(self, counts: cute.Tensor, most: Int32, columns: Int32):
-        self.counts, self.most, self.columns = counts, most, columns
-
-    # These two let a loop at run time carry an object.
-    def __extract_mlir_values__(self):
-        return [v for part in self._parts() for v in cutlass.extract_mlir_values(part)]
-
-    def __new_from_mlir_values__(self, values):
-        rest, parts = list(values), []
-        for part in self._parts():
-            count = len(cutlass.extract_mlir_values(part))
-            parts.append(cutlass.new_from_mlir_values(part, rest[:count]))
-            rest = rest[count:]
-        return MaskedScheduler(*parts)
-
-    def _parts(self):
-        return self.counts, self.most, self.columns
-
-    @cute.jit
-    def rows_of(self, group: Int32):
-        """Valid rows of a group."""
-        return cutlass.min(cutlass.max(self.counts[group], 0), self.most)
-
-    @cute.jit
-    def find(self, work: Int32, group: Int32, first: Int32):
-        """The group that a tile lies in, from `group` on, whose first tile is `first`.
-
-        Returns the group, or the number of groups after the last tile, and its first tile.
-        """
-        groups = self.counts.shape[0]
-        searching = Int32(1)
-        while searching == 1:
-            tiles = Int32(0)
-            if group < groups:
-                tiles = cute.ceil_div(self.rows_of(group), TILE[0]) * self.columns
-            if group >= groups or work < first + tiles:
-                searching = Int32(0)
-            else:
-                first += tiles
-                group += 1
-        return group, first
-
-    @cute.jit
-    def tile_of(self, work: Int32, group: Int32, first: Int32):
-        """Row and column of a tile within its group, in tiles."""
-        down = cute.ceil_div(self.rows_of(group), TILE[0])
-        local = work - first
-        return local % down, local // down
+_CODES = cutlass.Float8E4M3FN
 
 
 class GroupedGemmKernel:
-    """The product for one type of the result.
+    """The product for one type of the result and one tile.
 
     Parameters
     ----------
     out_dtype : cutlass.Numeric
         Type of the result.
+    tile_rows, tile_columns : int
+        Size of a tile of `out`: 128 by 128 or 256, or with `swap` 8 to 128 by 128.
+    swap : bool
+        Whether weights are the left operand.
+    cluster_rows : int
+        CTAs, one below the other, that share weights: 1 or 2.
     """
 
-    def __init__(self, out_dtype):
-        self.out_dtype = out_dtype
+    def __init__(self, out_dtype, tile_rows: int, tile_columns: int, swap: bool, cluster_rows: int):
+        self.out_dtype, self.swap, self.cluster_rows = out_dtype, swap, cluster_rows
+        self.tile_rows, self.tile_columns = tile_rows, tile_columns
+        self.right_rows = tile_rows if swap else tile_columns
+        # A thread has registers for the products of 128 right rows, beside the sums.
+        self.part_rows = min(self.right_rows, 128)
+        self.parts = self.right_rows // self.part_rows
+        bytes_of_stage = (tile_rows + tile_columns) * BLOCK
+        self.stages = min(MAX_STAGES, STAGE_BYTES // bytes_of_stage)
 
     @cute.jit
     def __call__(
@@ -140,43 +99,57 @@ class GroupedGemmKernel:
         matrix_a = tensor(a, (m, k, groups), (aligned[0], 1, aligned[1]))
         matrix_b = tensor(b, (n, k, groups), (aligned[2], 1, aligned[3]))
         result = tensor(out, (m, n, groups), (out_row, 1, out_group))
-        blocks = k // TILE[2]
+        blocks = k // BLOCK
         scales_a = tensor(a_scale, (m, blocks, groups), (a_scale_row, a_scale_k, a_scale_group))
         scales_b = tensor(
             b_scale,
-            (cute.ceil_div(n, TILE[1]), blocks, groups),
+            (cute.ceil_div(n, BLOCK), blocks, groups),
             (b_scale_row, b_scale_k, b_scale_group),
         )
         lengths = tensor(counts, (groups,), (count_stride,))
 
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            cutlass.Float8E4M3FN,
-            cutlass.Float8E4M3FN,
+            _CODES,
+            _CODES,
             cute.nvgpu.OperandMajorMode.K,
             cute.nvgpu.OperandMajorMode.K,
             Float32,
             (CONSUMERS, 1, 1),
-            (64, TILE[1]),
-        )
-        layout = hopper_helpers.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, TILE, cutlass.Float8E4M3FN, STAGES
+            (64, self.part_rows),
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
-        one_stage = cute.slice_(layout, (None, None, 0))
-        atom_a, view_a = cpasync.make_tiled_tma_atom(load, matrix_a, one_stage, (TILE[0], TILE[2]))
-        atom_b, view_b = cpasync.make_tiled_tma_atom(load, matrix_b, one_stage, (TILE[1], TILE[2]))
+        load_b = load
+        if cutlass.const_expr(self.cluster_rows > 1):
+            load_b = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        layouts, atoms, views = [], [], []
+        for op, matrix, rows, shared in (
+            (load, matrix_a, self.tile_rows, 1),
+            (load_b, matrix_b, self.tile_columns, self.cluster_rows),
+        ):
+            layout = hopper_helpers.make_smem_layout_a(
+                LayoutEnum.ROW_MAJOR, (rows, 1, BLOCK), _CODES, self.stages
+            )
+            one_stage = cute.slice_(layout, (None, None, 0))
+            atom, view = cpasync.make_tiled_tma_atom(op, matrix, one_stage, (rows, BLOCK), shared)
+            layouts.append(layout)
+            atoms.append(atom)
+            views.append(view)
         self.kernel(
-            tiled_mma, layout, (atom_a, atom_b), (view_a, view_b), result, scales_a, scales_b,
+            tiled_mma, tuple(layouts), tuple(atoms), tuple(views), result, scales_a, scales_b,
             lengths, m, n, blocks,
         ).launch(
-            grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=use_pdl != 0
+            grid=[ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[self.cluster_rows, 1, 1] if self.cluster_rows > 1 else None,
+            stream=stream,
+            use_pdl=use_pdl != 0,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
         tiled_mma: cute.TiledMma,
-        layout: cute.ComposedLayout,
+        layouts,
         atoms,
         views,
         result: cute.Tensor,
@@ -189,28 +162,31 @@ class GroupedGemmKernel:
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 2 * STAGES)
+        barriers = smem.allocate_array(Int64, 2 * self.stages)
         operands = [
-            smem.allocate_tensor(
-                cutlass.Float8E4M3FN, layout.outer, byte_alignment=1024, swizzle=layout.inner
-            )
-            for _ in range(2)
+            smem.allocate_tensor(_CODES, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            for layout in layouts
         ]
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         ring = pipeline.PipelineTmaAsync.create(
-            num_stages=STAGES,
+            num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            # One thread of each multiplying warp says that a stage is free.
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * CONSUMERS),
-            tx_count=(TILE[0] + TILE[1]) * TILE[2],
+            # One thread of each multiplying warp, here and in the other CTA of a cluster, says that
+            # a stage is free.
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, 4 * CONSUMERS * self.cluster_rows
+            ),
+            tx_count=(self.tile_rows + self.tile_columns) * BLOCK,
             barrier_storage=barriers,
-            cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            cta_layout_vmnk=cute.make_layout((1, self.cluster_rows, 1, 1)),
         )
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        scheduler = MaskedScheduler(lengths, m, cute.ceil_div(n, TILE[1]))
+        scheduler = MaskedScheduler(
+            lengths, m, cute.ceil_div(n, self.tile_columns), self.tile_rows * self.cluster_rows
+        )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(40)
             if warp_idx == 0:
@@ -222,103 +198,209 @@ class GroupedGemmKernel:
             )
 
     @cute.jit
+    def first_work(self):
+        """The first tile of this CTA's cluster, and how many further the next one is."""
+        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        if cutlass.const_expr(self.cluster_rows > 1):
+            first, step = first // self.cluster_rows, step // self.cluster_rows
+        return first, step
+
+    @cute.jit
+    def first_row(self, row: Int32, most: Int32):
+        """Where this CTA's part of a row of tiles begins within the group.
+
+        The copy engine takes longer for a row outside a tensor than for a row inside. So the last
+        tile ends with the tensor; two tiles then store the same values for the rows they share.
+        """
+        first = row * (self.tile_rows * self.cluster_rows)
+        if cutlass.const_expr(self.cluster_rows > 1):
+            first += cute.arch.block_idx_in_cluster() * self.tile_rows
+        return cutlass.min(first, cutlass.max(most - self.tile_rows, 0))
+
+    @cute.jit
     def load_tiles(self, scheduler, ring, atoms, views, operands, blocks: Int32):
         """The copying warp: both operands' blocks of each tile, one after the other."""
-        parts = []
-        for atom, view, operand, rows in zip(atoms, views, operands, TILE[:2], strict=True):
-            tiles = cute.local_tile(view, (rows, TILE[2]), (None, None, None))
-            parts.append(
-                cpasync.tma_partition(
-                    atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(operand, 0, 2),
-                    cute.group_modes(tiles, 0, 2),
-                )
-            )
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-        work = cute.arch.block_idx()[0]
+        # Few rows read weights once; what stays in L2 is then the rows.
+        policy = Int64(EVICT_FIRST)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        work, step = self.first_work()
         group, first = scheduler.find(work, Int32(0), Int32(0))
         while group < scheduler.counts.shape[0]:
             row, column = scheduler.tile_of(work, group, first)
+            start = self.first_row(row, scheduler.most)
+            rows = cute.domain_offset((start, 0, 0), views[0])
+            target_a, source_a = self.places(atoms[0], operands[0], rows, self.tile_rows, False)
+            target_b, source_b = self.places(
+                atoms[1], operands[1], views[1], self.tile_columns, self.cluster_rows > 1
+            )
             for q in cutlass.range(blocks, unroll=1):
                 ring.producer_acquire(state)
-                for i in cutlass.range_constexpr(2):
-                    target, source = parts[i]
-                    tile = (None, row if i == 0 else column, q, group)
-                    cute.copy(
-                        atoms[i],
-                        source[tile],
-                        target[None, state.index],
-                        tma_bar_ptr=ring.producer_get_barrier(state),
-                    )
+                barrier = ring.producer_get_barrier(state)
+                cute.copy(
+                    atoms[0],
+                    source_a[None, 0, q, group],
+                    target_a[None, state.index],
+                    tma_bar_ptr=barrier,
+                )
+                source, target = source_b[None, column, q, group], target_b[None, state.index]
+                if cutlass.const_expr(self.cluster_rows > 1):
+                    mask = cutlass.Int16((1 << self.cluster_rows) - 1)
+                    cute.copy(atoms[1], source, target, tma_bar_ptr=barrier, mcast_mask=mask)
+                elif cutlass.const_expr(self.swap):
+                    cute.copy(atoms[1], source, target, tma_bar_ptr=barrier, cache_policy=policy)
+                else:
+                    cute.copy(atoms[1], source, target, tma_bar_ptr=barrier)
                 state.advance()
-            work += cute.arch.grid_dim()[0]
+            work += step
             group, first = scheduler.find(work, group, first)
         ring.producer_tail(state)
+
+    @cute.jit
+    def places(self, atom, operand, view, rows: cutlass.Constexpr, shared: cutlass.Constexpr):
+        """Where an operand's blocks go, by stage, and come from, by row of tiles, block, group."""
+        tiles = cute.local_tile(view, (rows, BLOCK), (None, None, None))
+        part, parts = 0, cute.make_layout(1)
+        if cutlass.const_expr(shared):
+            part, parts = cute.arch.block_idx_in_cluster(), cute.make_layout(self.cluster_rows)
+        return cpasync.tma_partition(
+            atom, part, parts, cute.group_modes(operand, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
 
     @cute.jit
     def multiply_tiles(
         self, scheduler, ring, tiled_mma, operands, result, scales_a, scales_b, n, blocks: Int32
     ):
-        """The multiplying warpgroups: 64 rows of each tile for each of them."""
+        """The multiplying warpgroups: 64 left rows of each tile for each of them."""
         thread = tiled_mma.get_slice(cute.arch.thread_idx()[0] - 128)
-        fragments_a = tiled_mma.make_fragment_A(thread.partition_A(operands[0]))
-        fragments_b = tiled_mma.make_fragment_B(thread.partition_B(operands[1]))
-        places = thread.partition_C(cute.make_identity_tensor(TILE[:2]))
-        block_sum = cute.make_rmem_tensor(places.shape, Float32)
-        total = cute.make_rmem_tensor(places.shape, Float32)
-        # A thread has two rows, eight apart: values 2 and 3 of each four are of the second.
-        rows = (places[0][0], places[2][0])
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        work = cute.arch.block_idx()[0]
+        left, right = (operands[1], operands[0]) if self.swap else (operands[0], operands[1])
+        right_parts = [
+            cute.local_tile(right, (self.part_rows, BLOCK), (part, 0, None))
+            for part in range(self.parts)
+        ]
+        fragments = (
+            tiled_mma.make_fragment_A(thread.partition_A(left)),
+            *[tiled_mma.make_fragment_B(thread.partition_B(rows)) for rows in right_parts],
+        )
+        # Of each four values of a thread, two neighbours have a left row and two the one 8 below.
+        places = thread.partition_C(cute.make_identity_tensor((128, self.right_rows)))
+        products = cute.make_rmem_tensor(thread.partition_shape_C((128, self.part_rows)), Float32)
+        total = cute.make_rmem_tensor((cute.size(places),), Float32)
+        held = cute.make_rmem_tensor((self.row_scales(),), Float32)
+        of_columns = cute.make_rmem_tensor((self.parts,), Float32)
+        # Where these scales are, since products of 64 bits would take as long as some of the sums.
+        addresses = cute.make_rmem_tensor((self.row_scales() + self.parts,), Int64)
+        wide = has_wide_rows(result, n)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        work, step = self.first_work()
         group, first = scheduler.find(work, Int32(0), Int32(0))
         while group < scheduler.counts.shape[0]:
             row, column = scheduler.tile_of(work, group, first)
             valid = scheduler.rows_of(group)
-            own = [row * TILE[0] + r for r in rows]
-            # Rows past the last one have no scales; their sums are not stored.
-            safe = [cutlass.min(r, valid - 1) for r in own]
+            start = self.first_row(row, scheduler.most)
+            scales = (scales_a, scales_b, group, column, start, valid)
             total.fill(0.0)
+            self.find_scales(addresses, places, scales)
+            self.load_scales(held, of_columns, addresses)
             for q in cutlass.range(blocks, unroll=1):
-                of_columns = scales_b[column, q, group]
-                factors = [scales_a[r, q, group] * of_columns for r in safe]
                 ring.consumer_wait(state)
-                warpgroup.fence()
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-                for part in cutlass.range_constexpr(cute.size(fragments_a, mode=[2])):
-                    at = (None, None, part, state.index)
-                    cute.gemm(tiled_mma, block_sum, fragments_a[at], fragments_b[at], block_sum)
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                ring.consumer_release(state)
+                for part in cutlass.range_constexpr(self.parts):
+                    self.start(tiled_mma, products, fragments, part, state.index)
+                    if cutlass.const_expr(part == 0):
+                        # In the time of the products: the next block's scales come, too.
+                        factors = self.factors(held, of_columns)
+                        self.advance_scales(addresses, scales_a, scales_b, q + 1 < blocks)
+                        self.load_scales(held, of_columns, addresses)
+                    warpgroup.wait_group(0)
+                    if cutlass.const_expr(part == self.parts - 1):
+                        ring.consumer_release(state)
+                    self.add(total, products, factors, part)
                 state.advance()
-                for i in cutlass.range_constexpr(cute.size(total)):
-                    total[i] += block_sum[i] * factors[i // 2 % 2]
-            self.store_tile(total, places, result, own, column, group, valid, n)
-            work += cute.arch.grid_dim()[0]
+            origin = (start, column * self.tile_columns, group)
+            if cutlass.const_expr(self.swap):
+                store_turned(total, places, result, origin, (valid, n))
+            elif cutlass.const_expr(self.out_dtype.width == 16):
+                if wide:
+                    store_wide(total, places, result, origin, (valid, n))
+                else:
+                    store(total, places, result, origin, (valid, n))
+            else:
+                store(total, places, result, origin, (valid, n))
+            work += step
             group, first = scheduler.find(work, group, first)
 
+    def row_scales(self) -> int:
+        """Rows of `a` that a thread has values of."""
+        return self.right_rows // 4 if self.swap else 2
+
+    def row_of(self, places, i: int):
+        """Row within the tile that the thread's scale `i` is of."""
+        if self.swap:
+            return places[i // 2 * 4 + i % 2][1]
+        return places[2 * i][0]
+
     @cute.jit
-    def store_tile(self, total, places, result, rows, column, group, valid, n):
-        """Round and store a tile's valid rows: two neighbours at a time, as threads have them."""
-        pair = cute.make_rmem_tensor((2,), self.out_dtype)
-        for i in cutlass.range_constexpr(cute.size(total) // 2):
-            row, place = rows[i % 2], column * TILE[1] + places[2 * i][1]
-            if row < valid and place < n:
-                for j in cutlass.range_constexpr(2):
-                    pair[j] = total[2 * i + j].to(self.out_dtype)
-                address = (
-                    result.iterator + cute.crd2idx((row, place, group), result.layout)
-                ).toint()
-                neighbours = cute.make_ptr(
-                    self.out_dtype,
-                    address,
-                    cute.AddressSpace.gmem,
-                    assumed_align=2 * self.out_dtype.width // 8,
-                )
-                cute.autovec_copy(pair, cute.make_tensor(neighbours, cute.make_layout(2)))
+    def find_scales(self, addresses, places, scales):
+        """The addresses of the first block's scales: of a thread's rows, of the tile's columns."""
+        scales_a, scales_b, group, column, start, valid = scales
+        rows = self.row_scales()
+        for i in cutlass.range_constexpr(rows):
+            # Rows past the last one have no scales; their sums are not stored.
+            row = cutlass.min(start + self.row_of(places, i), valid - 1)
+            addresses[i] = address_of(scales_a, (row, 0, group))
+        last = scales_b.shape[0] - 1
+        wide = self.tile_columns // BLOCK
+        for part in cutlass.range_constexpr(self.parts):
+            column_scale = cutlass.min(column * wide + part, last)
+            addresses[rows + part] = address_of(scales_b, (column_scale, 0, group))
+
+    @cute.jit
+    def advance_scales(self, addresses, scales_a, scales_b, more):
+        """Move to the next block's scales, if there are more."""
+        for i in cutlass.range_constexpr(self.row_scales()):
+            step = Int64(scales_a.layout.stride[1]) * (Float32.width // 8)
+            addresses[i] += step if more else Int64(0)
+        for part in cutlass.range_constexpr(self.parts):
+            step = Int64(scales_b.layout.stride[1]) * (Float32.width // 8)
+            addresses[self.row_scales() + part] += step if more else Int64(0)
+
+    @cute.jit
+    def load_scales(self, held, of_columns, addresses):
+        """The scales at these addresses."""
+        rows = self.row_scales()
+        for i in cutlass.range_constexpr(rows):
+            held[i] = float_at(addresses[i])
+        for part in cutlass.range_constexpr(self.parts):
+            of_columns[part] = float_at(addresses[rows + part])
+
+    @cute.jit
+    def factors(self, held, of_columns):
+        """Compute what products are multiplied with: for each part, each of a thread's rows."""
+        rows = self.row_scales()
+        found = cute.make_rmem_tensor((rows, self.parts), Float32)
+        for part in cutlass.range_constexpr(self.parts):
+            for i in cutlass.range_constexpr(rows):
+                found[i, part] = held[i] * of_columns[part]
+        return found
+
+    @cute.jit
+    def start(self, tiled_mma, products, fragments, part: cutlass.Constexpr, stage: Int32):
+        """Start the products of a stage with one part of the right rows."""
+        left, right = fragments[0], fragments[1 + part]
+        warpgroup.fence()
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        for step in cutlass.range_constexpr(cute.size(left, mode=[2])):
+            at = (None, None, step, stage)
+            cute.gemm(tiled_mma, products, left[at], right[at], products)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def add(self, total, products, factors, part: cutlass.Constexpr):
+        """Scale products and add them to a thread's sums."""
+        count = cute.size(products)
+        for i in cutlass.range_constexpr(count):
+            row = i // 4 * 2 + i % 2 if self.swap else i // 2 % 2
+            total[part * count + i] += products[i] * factors[row, part]
 
 
 def tensor(pointer: cute.Pointer, shape, stride):
@@ -326,7 +408,17 @@ def tensor(pointer: cute.Pointer, shape, stride):
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
 
 
-def instance(dtype_out: str, **_: object):
+@cute.jit
+def float_at(address: Int64):
+    """The number at an address in global memory, loaded here and not where it is used."""
+    return cute.arch.inline_ptx(
+        "ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
+    )
+
+
+def instance(
+    dtype_out: str, tile_rows: int, tile_columns: int, swap: int, cluster_rows: int, **_: object
+):
     """The kernel of a configuration, with arguments of the types that it is compiled for."""
     out_dtype = _DTYPES[dtype_out]
 
@@ -334,8 +426,8 @@ def instance(dtype_out: str, **_: object):
         return make_ptr(element, 16, cute.AddressSpace.gmem, assumed_align=align)
 
     pointers = [
-        pointer(cutlass.Float8E4M3FN),
-        pointer(cutlass.Float8E4M3FN),
+        pointer(_CODES),
+        pointer(_CODES),
         pointer(out_dtype, 2 * out_dtype.width // 8),
         pointer(Float32, 4),
         pointer(Float32, 4),
@@ -343,4 +435,5 @@ def instance(dtype_out: str, **_: object):
     ]
     sizes, strides = [Int32(1)] * 4, [Int64(16)] * 12
     rest = [Int32(1), Int32(1), Int32(0), cuda.CUstream(0)]
-    return GroupedGemmKernel(out_dtype), (*pointers, *sizes, *strides, *rest)
+    kernel = GroupedGemmKernel(out_dtype, tile_rows, tile_columns, bool(swap), cluster_rows)
+    return kernel, (*pointers, *sizes, *strides, *rest)

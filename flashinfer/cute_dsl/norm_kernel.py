@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 
@@ -31,16 +31,20 @@ DTYPES = {
 _VECTOR_BYTES = 16
 _THREADS = 128  # of a CTA with several rows
 _VECTORS_OF_CTA = 2048
+# Threads of an SM that hold two vectors of a row, and the next row's: 64 registers each.
+_THREADS_OF_SM = 1024
+# A CTA has its first row brought to L2 while the preceding grid ends; longer rows lose by it.
+_MOST_BYTES_EARLY = 32 << 10  # of the rows of both operands
 
 
 def _threads_per_row(vectors: int) -> int:
     """Threads of one CTA that share so many vectors of a row: at most 4 vectors for each.
 
     Two vectors a thread from 4 KiB on: the sum over the CTA costs half, and as many bytes are
-    under way.
+    under way. Two in rows of a part of a warp, too, where the sum is most of the instructions.
     """
     if vectors <= 32:
-        return 1 << (vectors - 1).bit_length()
+        return 1 << (-(-vectors // 2) - 1).bit_length()
     per_thread = 1 if vectors <= 256 else 2 if vectors <= 1024 else 4
     return (-(-vectors // per_thread) + 31) // 32 * 32
 
@@ -72,6 +76,13 @@ class NormKernel:
         self.threads_per_row = _threads_per_row(self.vectors)
         self.rows_per_cta = max(1, _THREADS // self.threads_per_row) if vectors <= 32 else 1
         self.vecs_per_thread = -(-self.vectors // self.threads_per_row)
+        self.threads = self.threads_per_row * self.rows_per_cta
+        self.ctas_of_sm = max(
+            1, _THREADS_OF_SM // self.threads // max(1, self.vecs_per_thread // 2)
+        )
+        operands = 2 if add_residual else 1
+        early = operands * vectors * _VECTOR_BYTES <= _MOST_BYTES_EARLY
+        self.starts_early = self.rows_per_cta == 1 and early
 
     @cute.jit
     def __call__(
@@ -93,29 +104,42 @@ class NormKernel:
         out_inner: Int64,
         rows: Int32,
         heads: Int32,
+        sms: Int32,
         use_pdl: Int32,
         stream: cuda.CUstream,
     ):
-        ctas = cute.ceil_div(rows, self.rows_per_cta)
+        steps = cute.ceil_div(rows, self.rows_per_cta)
+        ctas = steps
+        if cutlass.const_expr(self.cluster_n == 1):
+            # All CTAs run at once, and each takes as many rows as another.
+            ctas = cute.ceil_div(steps, cute.ceil_div(steps, sms * self.ctas_of_sm))
         strides = (x_outer, x_inner, residual_outer, residual_inner, out_outer, out_inner)
         numbers = (out_scale_value, eps, weight_offset)
         self.kernel(
             (x, residual, out, weight, bias, out_scale), numbers, strides, rows, heads
         ).launch(
             grid=[ctas, self.cluster_n, 1],
-            block=[self.threads_per_row * self.rows_per_cta, 1, 1],
+            block=[self.threads, 1, 1],
             cluster=[1, self.cluster_n, 1] if self.cluster_n > 1 else None,
+            min_blocks_per_mp=self.ctas_of_sm if self.cluster_n == 1 else 1,
+            preferred_smem_carveout=-1,  # the driver's choice; without it the DSL asks a GPU
             stream=stream,
             use_pdl=use_pdl != 0,
         )
 
     @cute.jit
-    def row_of(self, pointer: cute.Pointer, row: Int32, outer: Int64, inner: Int64, heads: Int32):
-        """A row as vectors, from this CTA's part on."""
-        offset = Int64(row) * outer
+    def place_of(self, row: Int32, heads: Int32):
+        """A row's two coordinates."""
+        outer, inner = Uint32(row), Uint32(0)
         if heads > 1:
-            offset = Int64(row // heads) * outer + Int64(row % heads) * inner
-        return self.vectors_at(pointer, offset)
+            outer = Uint32(row) // Uint32(heads)
+            inner = Uint32(row) - outer * Uint32(heads)
+        return outer, inner
+
+    @cute.jit
+    def row_of(self, pointer: cute.Pointer, place, strides):
+        """A row as vectors, from this CTA's part on."""
+        return self.vectors_at(pointer, Int64(place[0]) * strides[0] + Int64(place[1]) * strides[1])
 
     @cute.jit
     def vectors_at(self, pointer: cute.Pointer, offset: Int64):
@@ -131,18 +155,26 @@ class NormKernel:
         )
         return cute.make_tensor(aligned, cute.make_layout((self.vec, self.vectors)))
 
-    @cute.jit
-    def load(self, source: cute.Tensor, thread: Int32, fill: cutlass.Constexpr = False):
-        """A thread's vectors; zero where the row ends, if `fill`."""
-        held = cute.make_rmem_tensor((self.vec, self.vecs_per_thread), source.element_type)
-        whole = self.vectors % self.threads_per_row == 0
-        if cutlass.const_expr(fill and not whole):
+    def index(self, thread: Int32, i: int):
+        """A thread's vector `i`. A warp's vectors are neighbours: memory serves them faster."""
+        if self.threads_per_row <= 32:
+            return thread + i * self.threads_per_row
+        return thread // 32 * (32 * self.vecs_per_thread) + thread % 32 + i * 32
+
+    def registers(self, element):
+        """Registers for a thread's vectors, zero where the row ends."""
+        held = cute.make_rmem_tensor((self.vec, self.vecs_per_thread), element)
+        if self.vectors != self.threads_per_row * self.vecs_per_thread:
             held.fill(0)
-        for i in cutlass.range_constexpr(self.vecs_per_thread):
-            idx = thread + i * self.threads_per_row
-            if whole or idx < self.vectors:
-                cute.autovec_copy(source[None, idx], held[None, i])
         return held
+
+    @cute.jit
+    def load(self, held: cute.Tensor, source: cute.Tensor, thread: Int32):
+        """Load a thread's vectors, where the row has them."""
+        for i in cutlass.range_constexpr(self.vecs_per_thread):
+            idx = self.index(thread, i)
+            if self.vectors == self.threads_per_row * self.vecs_per_thread or idx < self.vectors:
+                cute.autovec_copy(source[None, idx], held[None, i])
 
     @cute.jit
     def store(self, values: cute.TensorSSA, target: cute.Tensor, thread: Int32, valid):
@@ -153,7 +185,7 @@ class NormKernel:
         else:
             held.store(values.to(target.element_type))
         for i in cutlass.range_constexpr(self.vecs_per_thread):
-            idx = thread + i * self.threads_per_row
+            idx = self.index(thread, i)
             if valid and idx < self.vectors:
                 cute.autovec_copy(held[None, i], target[None, idx])
 
@@ -162,65 +194,110 @@ class NormKernel:
         x, residual, out, weight, bias, out_scale = pointers
         out_scale_value, eps, weight_offset = numbers
         tid, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        thread = tid % self.threads_per_row
-        wanted = cta * self.rows_per_cta + tid // self.threads_per_row
-        valid = wanted < rows
-        row = cutlass.min(wanted, rows - 1)  # threads without a row take part in the sums
-        smem = SmemAllocator()
-        scratch = self.allocate_scratch(smem)
+        thread, part = tid % self.threads_per_row, tid // self.threads_per_row
+        first, step = cta * self.rows_per_cta, cute.arch.grid_dim()[0] * self.rows_per_cta
+        outer, inner = self.place_of(cutlass.min(first + part, rows - 1), heads)
+        # Prefetches even what the preceding grid still writes: grids meet in L2.
+        if cutlass.const_expr(self.starts_early):
+            self.prefetch(x, residual, strides, (outer, inner))
+        if part == 0:
+            self.prefetch_vectors(self.vectors_at(weight, Int64(0)), thread)
+        scratch, barriers = self.allocate_scratch(SmemAllocator())
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        h = self.load(self.row_of(x, row, strides[0], strides[1], heads), thread, fill=True)
-        w = self.load(self.vectors_at(weight, Int64(0)), thread)
-        values = h.load().to(Float32)
-        if cutlass.const_expr(self.add_residual):
-            rest = self.row_of(residual, row, strides[2], strides[3], heads)
-            values = values + self.load(rest, thread, fill=True).load().to(Float32)
-            self.store(values, rest, thread, valid)
-        if cutlass.const_expr(self.subtract_mean):
-            mean = self.sum_of_row(values, scratch[0]) / self.hidden
-            values = self.without(values, mean, thread)
-        square = self.sum_of_row(values * values, scratch[-1])
-        rstd = cute.math.rsqrt(square / self.hidden + eps)
-        y = values * rstd * (w.load().to(Float32) + weight_offset)
-        if cutlass.const_expr(self.subtract_mean):
-            y = y + self.load(self.vectors_at(bias, Int64(0)), thread).load().to(Float32)
+        held = [self.registers(self.dtype) for _ in range(2 if self.add_residual else 1)]
+        self.load_operands(held, x, residual, strides, (outer, inner), thread)
+        w = self.registers(self.weight_dtype)
+        if cutlass.const_expr(not self.subtract_mean):
+            self.load(w, self.vectors_at(weight, Int64(0)), thread)
+        inverse_scale = Float32(1.0)
         if cutlass.const_expr(self.out_dtype.width == 8):
-            scale = out_scale_value
             if out_scale.toint() != 0:
-                scale = cute.make_tensor(out_scale, cute.make_layout(1))[0]
-            y = y * (Float32(1.0) / scale)
-        target = self.row_of(out, row, strides[4], strides[5], heads)
-        self.store(y, target, thread, valid)
+                out_scale_value = cute.make_tensor(out_scale, cute.make_layout(1))[0]
+            inverse_scale = Float32(1.0) / out_scale_value
+        parity = Int32(0)
+        for start in cutlass.range(first, rows, step, unroll=1):
+            valid = start + part < rows  # threads without a row take part in the sums
+            here = (outer, inner)
+            values = held[0].load().to(Float32)
+            if cutlass.const_expr(self.add_residual):
+                values = values + held[1].load().to(Float32)
+                self.store(values, self.row_of(residual, here, strides[2:4]), thread, valid)
+            target = self.row_of(out, here, strides[4:6])
+            # The next row comes while this one is summed: memory would idle.
+            if start + step < rows:
+                outer, inner = self.place_of(cutlass.min(start + step + part, rows - 1), heads)
+                self.load_operands(held, x, residual, strides, (outer, inner), thread)
+            if cutlass.const_expr(self.subtract_mean):
+                self.load(w, self.vectors_at(weight, Int64(0)), thread)
+                mean = self.sum_of_row(values, scratch, barriers, 0) / self.hidden
+                values = self.without(values, mean, thread)
+                square = self.sum_of_row(values * values, scratch, barriers, 1)
+            else:
+                square = self.sum_of_row(values * values, scratch, barriers, parity)
+                parity ^= 1
+            rstd = cute.math.rsqrt(square / self.hidden + eps)
+            y = values * rstd * (w.load().to(Float32) + weight_offset)
+            if cutlass.const_expr(self.subtract_mean):
+                b = self.registers(self.weight_dtype)
+                self.load(b, self.vectors_at(bias, Int64(0)), thread)
+                y = y + b.load()
+            if cutlass.const_expr(self.out_dtype.width == 8):
+                y = y * inverse_scale
+            self.store(y, target, thread, valid)
+
+    @cute.jit
+    def load_operands(self, held, x, residual, strides, place, thread: Int32):
+        """Load a thread's vectors of a row of both operands."""
+        self.load(held[0], self.row_of(x, place, strides[0:2]), thread)
+        if cutlass.const_expr(self.add_residual):
+            self.load(held[1], self.row_of(residual, place, strides[2:4]), thread)
+
+    @cute.jit
+    def prefetch(self, x, residual, strides, place):
+        """Have a row brought to L2, as much of it as this CTA reads."""
+        if cute.arch.thread_idx()[0] == 0:
+            prefetch_to_l2(self.row_of(x, place, strides[0:2]))
+            if cutlass.const_expr(self.add_residual):
+                prefetch_to_l2(self.row_of(residual, place, strides[2:4]))
+
+    @cute.jit
+    def prefetch_vectors(self, source: cute.Tensor, thread: Int32):
+        """Have a thread's vectors brought to L2."""
+        for i in cutlass.range_constexpr(self.vecs_per_thread):
+            idx = self.index(thread, i)
+            if idx < self.vectors:
+                cute.arch.inline_ptx(
+                    "prefetch.global.L2 [{$r0}];", read_only_args=[source[None, idx].iterator]
+                )
 
     @cute.jit
     def allocate_scratch(self, smem):
-        """A buffer and an mbarrier for each sum over a row."""
+        """Two buffers for sums over a row, which take turns, and an mbarrier for each."""
         warps = max(1, self.threads_per_row // 32)
-        layout = cute.make_layout((self.rows_per_cta, (warps, self.cluster_n)))
+        layout = cute.make_layout((self.rows_per_cta, (warps, self.cluster_n), 2))
         if cutlass.const_expr(self.cluster_n == 1):
-            layout = cute.make_layout((self.rows_per_cta, warps))
-        sums = 2 if self.subtract_mean else 1
-        barriers = smem.allocate_array(Int64, sums)
-        buffers = [smem.allocate_tensor(Float32, layout, byte_alignment=16) for _ in range(sums)]
+            layout = cute.make_layout((self.rows_per_cta, warps, 2))
+        barriers = smem.allocate_array(Int64, 2)
+        scratch = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         if cutlass.const_expr(self.cluster_n > 1):
             if cute.arch.thread_idx()[0] == 0:
-                for i in cutlass.range_constexpr(sums):
+                for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
-        return [(buffers[i], barriers + i) for i in range(sums)]
+        return scratch, barriers
 
     @cute.jit
-    def sum_of_row(self, values: cute.TensorSSA, scratch):
+    def sum_of_row(self, values: cute.TensorSSA, scratch: cute.Tensor, barriers, which):
         return row_reduce(
             values,
             cute.ReductionOp.ADD,
             self.threads_per_row,
-            scratch[0],
-            scratch[1],
+            scratch[None, None, which],
+            barriers + which,
             self.cluster_n,
             Float32(0.0),
         )
@@ -228,15 +305,25 @@ class NormKernel:
     @cute.jit
     def without(self, values: cute.TensorSSA, mean: Float32, thread: Int32):
         """Values less the mean; what a thread holds past the end of the row stays 0."""
-        if cutlass.const_expr(self.vectors % self.threads_per_row == 0):
+        if cutlass.const_expr(self.vectors == self.threads_per_row * self.vecs_per_thread):
             return values - mean
         held = cute.make_rmem_tensor((self.vec, self.vecs_per_thread), Float32)
         held.store(values - mean)
         for i in cutlass.range_constexpr(self.vecs_per_thread):
-            if thread + i * self.threads_per_row >= self.vectors:
+            if self.index(thread, i) >= self.vectors:
                 for j in cutlass.range_constexpr(self.vec):
                     held[j, i] = Float32(0.0)
         return held.load()
+
+
+@cute.jit
+def prefetch_to_l2(row: cute.Tensor):
+    """Have neighbouring bytes brought to L2, a multiple of 16 from a multiple of 16 on."""
+    count = cute.size(row) * row.element_type.width // 8
+    cute.arch.inline_ptx(
+        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+        read_only_args=[row.iterator, Int32(count)],
+    )
 
 
 class RMSNormKernel(NormKernel):
@@ -296,4 +383,4 @@ def instance(dtype: str, out_dtype: str, subtract_mean: int, add_residual: int, 
     ]
     numbers = [Float32(1.0), Float32(0.0), Float32(0.0)]
     strides = [Int64(1)] * 6
-    return kernel, (*pointers, *numbers, *strides, Int32(1), Int32(1), Int32(0), cuda.CUstream(0))
+    return kernel, (*pointers, *numbers, *strides, *[Int32(1)] * 3, Int32(0), cuda.CUstream(0))

@@ -37,10 +37,12 @@ def block_reduce(val: Float32, op: Callable, reduction_buffer: cute.Tensor, init
     if lane_idx == 0:
         reduction_buffer[row_idx, column] = val
     cute.arch.barrier()
+    # No more lanes than a row has warps, rounded up to a power of two: fewer shuffles.
+    width = 1 << (warps_per_row - 1).bit_length()
     reduced = init_val
-    if lane_idx < warps_per_row:
-        reduced = reduction_buffer[row_idx, lane_idx]
-    return warp_reduce(reduced, op)
+    if lane_idx % width < warps_per_row:
+        reduced = reduction_buffer[row_idx, lane_idx % width]
+    return warp_reduce(reduced, op, width)
 
 
 @cute.jit

@@ -193,7 +193,7 @@ def cutlass_fused_moe(
     use_wfp4afp8_humming : bool
         False.
     tune_max_num_tokens : int
-        Largest batch of a tuner; tiles follow from the shapes here.
+        Largest batch that a call within ``autotune()`` tunes besides its own.
     enable_pdl : bool, optional
         Programmatic dependent launch; None: where the device has it. Changes no result.
     activation_type : ActivationType
@@ -270,6 +270,7 @@ def cutlass_fused_moe(
         output,
         workspace_buffer,
         enable_pdl,
+        tune_max_num_tokens,
     )
 
 

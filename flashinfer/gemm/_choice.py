@@ -29,6 +29,8 @@ _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
 _STORE = 0.6  # microseconds to store a tile
 _LEAST_CLOCKS = 310  # that a CTA takes for a stage, however small
 _MAX_TOKENS = 128  # up to which rows of weights are the tensor cores' rows
+_NEAR = 1.5  # times the model's least time: what may be the fastest one in truth
+_MOST_MEASURED = 12  # since each one is a module to compile
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,39 @@ def choose_config(problem: GemmProblem) -> GemmConfig:
     return min(_candidates(problem), key=lambda config: estimate(problem, config))
 
 
+@functools.lru_cache(maxsize=1024)
+def worth_measuring(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    """The configurations that a measurement decides among, from the model's choice on."""
+    best = choose_config(problem)
+    limit = _NEAR * estimate(problem, best)
+    # Many times too many rows cost little by the model where memory is the bound, and gain nothing.
+    most_rows = 2 * best.tile_rows
+    times = {
+        config: estimate(problem, config)
+        for config in all_configs(problem)
+        if config != best and config.tile_rows <= most_rows
+    }
+    others = sorted(times, key=lambda config: times[config])
+    near = [config for config in others if times[config] <= limit]
+    return (best, *near[: _MOST_MEASURED - 1])
+
+
+def serves(problem: GemmProblem, config: GemmConfig) -> bool:
+    """Whether a tile that other sizes were measured with is likely enough for these."""
+    return estimate(problem, config) <= _NEAR * estimate(problem, choose_config(problem))
+
+
+def all_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    """Tiles that a product of these types can have, whatever its sizes are."""
+    return _all_configs(replace(problem, rows=1, columns=1, k=1, batches=1, routed=False))
+
+
+@functools.lru_cache(maxsize=256)
+def _all_configs(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    sizes = (replace(problem, rows=rows) for rows in (8, 16, 32, 64, 128, 129))
+    return tuple(dict.fromkeys(config for size in sizes for config in _candidates(size)))
+
+
 def _candidates(problem: GemmProblem) -> Iterator[GemmConfig]:
     """Tiles that the product can have."""
     quantizes_blocks = problem.dtype_out in FLOAT8 and problem.scale == "block"
@@ -166,6 +201,9 @@ def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfi
             if shared == 2 and (base.gathers or tile_rows < 16):
                 continue
             for splits in (1, 2, 3) if scaled else (1, 2):
+                # Parts of 128 rows by 256 columns have no room in shared memory.
+                if splits > 1 and tile_rows * tile.tile_columns > 128 * 128:
+                    continue
                 if splits == 1 or base.groups == "batch" or base.gathers:
                     yield replace(tile, cluster_columns=shared, splits=splits)
 

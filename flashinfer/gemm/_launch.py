@@ -9,12 +9,15 @@ import torch
 
 from .._common import checks
 from .._common.kernels import Kernel
+from ..autotuner.listeners import call_on_change
 from ..jit.gemm import GemmConfig, gen_gemm_sm90_module
-from ._choice import GemmProblem, choose_config
+from ._choice import GemmProblem
+from ._tuning import choose_tiles, is_tuning, tiles_of
 
 TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK, STARTS_EARLY = 1, 2, 4, 8
 """Bits of the binding's `layout`: b is [.., k, n]; scales are [.., k / 128, rows]; 128 rows share
-a scale; the previous kernel writes only a and its scales, and the one before it has finished."""
+a scale; the previous kernel writes only a and its scales and, in groups, the one before it has
+finished."""
 
 NAMES = {
     "a": 0,
@@ -28,6 +31,10 @@ NAMES = {
     "a_weight": 8,
 }
 """What a public function calls its tensors, as the binding knows it."""
+
+_kernels: dict[GemmProblem, Kernel] = {}  # empty while calls are tuned
+_MOST_KERNELS = 4096
+call_on_change(_kernels.clear)
 
 
 @functools.cache
@@ -50,6 +57,7 @@ def launch(
     layout: int = 0,
     max_ctas: int = 0,
     enable_pdl: bool | None = None,
+    tactic: int = -1,
 ) -> torch.Tensor:
     """Compute the product into `out`, and give it back.
 
@@ -63,11 +71,22 @@ def launch(
         Scales of a, of b and, for results of 8 bits, of `out`, which may be left out.
     bias, rows, gate, layout, max_ctas, enable_pdl
         As csrc/gemm_jit_binding.cc says.
+    tactic : int
+        Which one of `worth_measuring` is the tile; -1: the tuner's result, or the model's choice.
     """
     if scales is not None:
         scales = (*scales, *(None,) * (3 - len(scales)))
     if not a.is_cuda:  # the binding says so too, but only when it has been compiled
         checks.cuda_tensors(**{names if names in ("A", "input", "x") else "a": a})
-    kernel = get_gemm_kernel(choose_config(problem))
-    kernel(NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl)
+    arguments = (
+        NAMES[names], out, a, b, scales, bias, 1.0, rows, gate, layout, max_ctas, enable_pdl
+    )  # fmt: skip
+    kernel = _kernels.get(problem) if tactic == -1 else get_gemm_kernel(tiles_of(problem, tactic))
+    if kernel is None:
+        kernel = get_gemm_kernel(choose_tiles(problem, arguments, get_gemm_kernel))
+        if len(_kernels) > _MOST_KERNELS:
+            _kernels.clear()
+        if not is_tuning():
+            _kernels[problem] = kernel
+    kernel(*arguments)
     return out

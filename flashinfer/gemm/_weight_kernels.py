@@ -22,12 +22,15 @@ _MOST_SPLITS = 8  # CTAs of a cluster that every GPU can place
 _LEAST_STAGES = 4  # for each of them
 
 # The kernel that streams weights has these (gemm/sm90/weight_tile.cuh).
-_STREAM_COLUMNS, _STREAM_K, _STREAM_WARPS = 128, 256, 8
+_LEAST_STREAM_COLUMNS, _STREAM_K, _STREAM_WARPS = 128, 256, 8
 _STREAM_TOKENS = (8, 16)
 _STREAM_GROUPS = {"int4": (0, 128), "mxfp4": (32,), "nvfp4": (16,)}
+_STREAM_SM_WARPS = 16  # in one CTA or in two
+_STREAM_STAGE_CODES = 1 << 15
 _LEAST_STREAM_STAGES = 3  # for each CTA of a cluster
-# Of two CTAs an SM, the part that clusters of three to eight can take (docs/tuning/gemm.md).
-_FILLED_BY_CLUSTERS = 0.85
+# Columns and warps of CTAs that end with their tile, by its tokens: the first whose CTAs all run at
+# once. Few columns give all SMs work; with many tokens two small CTAs would have too few stages.
+_SINGLE_TILES = {8: ((32, 8), (64, 8), (128, 8)), 16: ((32, 16), (64, 16), (64, 8), (128, 8))}
 
 
 @functools.cache
@@ -84,11 +87,12 @@ def choose_weight_config(
         and get_compute_capability(device)[0] == 9
         and group_size in _STREAM_GROUPS.get(weights, ())
         and k % _STREAM_K == 0
-        and columns >= _STREAM_COLUMNS
+        and columns >= _LEAST_STREAM_COLUMNS
     )
+    tile_columns = 0
     if streams:
-        warps = _STREAM_WARPS
-        tokens, splits = _choose_stream_shape(device, rows, columns, k, tiles)
+        shape = _choose_stream_shape(device, rows, columns, k, tiles)
+        tokens, warps, splits, tile_columns = shape
     else:
         tokens, warps, splits = _choose_shape(device, weights, rows, columns, k, tiles or 1)
     return WeightGemmConfig(
@@ -102,28 +106,28 @@ def choose_weight_config(
         splits,
         activation,
         streams,
+        tile_columns,
     )
 
 
 def _choose_stream_shape(
     device: torch.device, rows: int, columns: int, k: int, tiles: int | None
-) -> tuple[int, int]:
-    """Tokens of a tile, and CTAs that split k: as many as run together, two on each SM.
+) -> tuple[int, int, int, int]:
+    """Tokens, warps and parts of k, and the columns of CTAs that end with their tile.
 
-    The CTAs of a cluster lie in one GPC, so some SMs stay free where clusters are large; clusters
-    that find no place would run after all others. CTAs are persistent, so products in groups,
-    which have tiles for all of them, are not split.
+    Where such CTAs would not run all at once, and for products in groups, whose number of tiles
+    the host does not know, CTAs are persistent. Where they leave half of the SMs idle, pairs of
+    them split k. docs/tuning/gemm.md has the measurements.
     """
     tokens = next((size for size in _STREAM_TOKENS if rows <= size), _STREAM_TOKENS[-1])
-    if tiles is not None:
-        return tokens, 1
-    ctas, clusters = 2 * get_device_sm_count(device), -(-columns // _STREAM_COLUMNS)
-    clusters *= -(-rows // tokens)
-    most = max(int(_FILLED_BY_CLUSTERS * ctas) // clusters, min(ctas // clusters, 2), 1)
-    stages = k // _STREAM_K
-    splits = max(min(most, _MOST_SPLITS, stages // _LEAST_STREAM_STAGES), 1)
-    longest = -(-stages // splits)
-    return tokens, -(-stages // longest)  # no more CTAs than shorten the longest part
+    sms = get_device_sm_count(device)
+    for tile_columns, warps in _SINGLE_TILES[tokens] if tiles is None else ():
+        ctas = -(-columns // tile_columns) * -(-rows // tokens)
+        if ctas <= sms * (_STREAM_SM_WARPS // warps):
+            stages = k * tile_columns // _STREAM_STAGE_CODES
+            splits = 2 if 2 * ctas <= sms and stages >= 2 * _LEAST_STREAM_STAGES else 1
+            return tokens, warps, splits, tile_columns
+    return tokens, _STREAM_WARPS, 1, 0
 
 
 def _choose_shape(

@@ -1,20 +1,23 @@
 """Products of batches of 8-bit matrices with one scale per operand."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 
+from .._common.arch import get_compute_capability
 from .._common.checks import cuda_tensors
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
 from .._instrument.decorator import flashinfer_api
+from ..autotuner.autotuner import AutoTuner
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.gemm import bmm_fp8_trace
 from ._checks import check_out, check_same_device
 from ._choice import GemmProblem
-from ._launch import TRANSPOSED_B, launch
+from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel, launch
+from ._tuning import choose_product
 
 _ALIGNMENT = 16  # elements: the bytes that cuBLASLt wants every row of an 8-bit operand to begin on
 
@@ -109,9 +112,10 @@ def bmm_fp8(
     out : torch.Tensor, optional
         ``[b, m, n]``, contiguous, of `dtype`: receives the result.
     backend : {"cublas", "cudnn", "auto"}
-        ``"cublas"`` and ``"auto"``: cuBLASLt, whose sums keep about 14 bits on Hopper. ``"cudnn"``:
-        this library's kernel for Hopper, which adds up sums of 128 products in float32. The other
-        names of FlashInfer's backends are refused.
+        ``"cublas"``: cuBLASLt, whose sums keep about 14 bits on Hopper. ``"cudnn"``: this library's
+        kernel for Hopper, which adds up sums of 128 products in float32. ``"auto"``: cuBLASLt,
+        unless the tuner found this library's kernel faster. The other names of FlashInfer's
+        backends are refused.
 
     Returns
     -------
@@ -138,14 +142,43 @@ def bmm_fp8(
     if out is None:
         out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=dtype, device=A.device)
     if out.numel() and backend == "cudnn":
-        (batches, rows, k), columns = A.shape, B.shape[2]
-        problem = GemmProblem(A.dtype, B.dtype, out.dtype, rows, columns, k, batches)
-        launch(problem, "A", out, A, B, (A_scale, B_scale), layout=TRANSPOSED_B)
+        launch(_problem(out, A, B), "A", out, A, B, (A_scale, B_scale), layout=TRANSPOSED_B)
     elif out.numel():
-        scales = _aligned(A_scale), _aligned(B_scale)
-        for a, b, product in zip(A, B, out, strict=True):
-            torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True, out=product)
+        scales = (A_scale, B_scale, None)
+        arguments = (NAMES["A"], out, A, B, scales, None, 1.0, None, None, TRANSPOSED_B, 0, None)
+        product = _cublas
+        if backend == "auto" and not AutoTuner.get().is_idle:
+            product = _choose(arguments)
+        product(*arguments)
     return out
+
+
+def _problem(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> GemmProblem:
+    batches, rows, columns = out.shape
+    return GemmProblem(A.dtype, B.dtype, out.dtype, rows, columns, A.shape[2], batches)
+
+
+def _choose(arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """cuBLASLt's products, or on Hopper this library's, where the tuner found them faster."""
+    _, out, A, B, *_ = arguments
+    if get_compute_capability(A.device) != (9, 0):
+        return _cublas
+    problem = _problem(out, A, B)
+    return choose_product(problem, arguments, get_gemm_kernel, _cublas, prefers_library=True)
+
+
+def _cublas(
+    names: int,
+    out: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor, None],
+    *_: Any,
+) -> None:
+    """The products by cuBLASLt, one after the other."""
+    factors = _aligned(scales[0]), _aligned(scales[1])
+    for a, b, product in zip(A, B, out, strict=True):
+        torch._scaled_mm(a, b, *factors, out_dtype=out.dtype, use_fast_accum=True, out=product)
 
 
 def _aligned(scale: torch.Tensor) -> torch.Tensor:

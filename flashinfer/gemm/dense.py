@@ -12,10 +12,12 @@ from .._common.checks import flag as check_flag
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
 from .._instrument.questions import Runs, says_where_it_runs, since
+from ..autotuner.listeners import call_on_change
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
-from ._choice import GemmProblem, choose_config
-from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel
+from ._choice import GemmProblem
+from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
+from ._tuning import choose_product, choose_tiles, is_tuning
 
 _HOPPER = (9, 0)
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,7 +26,8 @@ _MOST_TOKENS = 64
 on one H200 over the shapes of docs/tuning/gemm.md."""
 
 _Call = Callable[..., Any]
-_products: dict[tuple[Any, ...], _Call] = {}
+_products: dict[tuple[Any, ...], _Call] = {}  # empty while calls are tuned
+call_on_change(_products.clear)
 _MOST_PRODUCTS = 1 << 14
 
 
@@ -40,8 +43,9 @@ _RUNS: dict[str, Runs] = {
 }
 
 
-def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -> _Call:
+def _choose(arguments: tuple[Any, ...], backend: str) -> _Call:
     """The call that computes ``out = a @ b`` of these shapes, kept for the next one."""
+    _, out, a, b, *_ = arguments
     names = ("a", "b") if a.ndim == 2 else ("A", "B")
     cuda_tensors(**dict(zip(names, (a, b), strict=True)), out=out)
     for name, tensor in zip(names, (a, b), strict=True):
@@ -59,14 +63,13 @@ def _choose(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, backend: str) -
             f"got {backend!r} for compute capability {capability[0]}.{capability[1]}"
         )
     rows, k = a.shape[-2], a.shape[-1]
-    is_own = capability == _HOPPER and backend != "cublaslt"
-    if is_own and backend != "tinygemm" and rows > _MOST_TOKENS:
-        is_own = out.dtype != torch.bfloat16
-    if not is_own:
+    if capability != _HOPPER or backend == "cublaslt":
         return _cublas
     batches = a.shape[0] if a.ndim == 3 else 1
     problem = GemmProblem(a.dtype, b.dtype, out.dtype, rows, b.shape[-1], k, batches)
-    return get_gemm_kernel(choose_config(problem))
+    if backend == "tinygemm" or out.dtype != torch.bfloat16:
+        return get_gemm_kernel(choose_tiles(problem, arguments, get_gemm_kernel))
+    return choose_product(problem, arguments, get_gemm_kernel, _cublas, rows > _MOST_TOKENS)
 
 
 def _cublas(
@@ -101,6 +104,7 @@ def _product(
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
+    layout: int = TRANSPOSED_B,
 ) -> torch.Tensor:
     try:
         if out is None:
@@ -114,9 +118,11 @@ def _product(
         assert out is not None
         if len(_products) > _MOST_PRODUCTS:
             _products.clear()
-        product = _choose(a, b, out, backend)
-        _products[a.shape, b.shape, out_dtype, backend, a.device] = product
-    product(names, out, a, b, None, bias, 1.0, None, None, TRANSPOSED_B, 0, pdl)
+        arguments = (names, out, a, b, None, bias, 1.0, None, None, layout, 0, pdl)
+        product = _choose(arguments, backend)
+        if not is_tuning():
+            _products[a.shape, b.shape, out_dtype, backend, a.device] = product
+    product(names, out, a, b, None, bias, 1.0, None, None, layout, 0, pdl)
     return out
 
 
@@ -152,7 +158,8 @@ def mm_bf16(
         bfloat16; float16 and float32 by this library's kernel alone.
     backend : {"cudnn", "auto", "cublaslt", "tinygemm"}
         ``"tinygemm"``: this library's kernel for Hopper. ``"cublaslt"``: cuBLASLt. The others
-        choose between both. The remaining names of FlashInfer's backends are refused.
+        choose between both, by the tuner's result if there is one. The remaining names of
+        FlashInfer's backends are refused.
 
     Returns
     -------
@@ -226,8 +233,14 @@ def tinygemm_bf16(
     bias : torch.Tensor, optional
         ``[n]``, bfloat16.
     use_pdl : bool
-        As `pdl` of `mm_bf16`, which also lists the errors.
+        Programmatic dependent launch: the kernel may be scheduled, and loads `weight`, before the
+        kernel that precedes it ends. That one must therefore not write `weight` or `bias`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `mm_bf16`.
     """
     cuda_tensors(input=input, weight=weight, out=out)
-    check_flag("use_pdl", use_pdl)
-    _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
+    layout = TRANSPOSED_B | (STARTS_EARLY if check_flag("use_pdl", use_pdl) else 0)
+    _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm", layout)

@@ -1,20 +1,23 @@
 """Products of 8-bit matrices with a scale for the whole result, or one per row and per column."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
+from .._common.arch import get_compute_capability
 from .._common.checks import cuda_tensors
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
 from .._instrument.decorator import flashinfer_api
+from ..autotuner.autotuner import AutoTuner
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.fp8_products import fp8_linear_trace, grouped_mm_fp8_trace, mm_fp8_trace
 from ._checks import check_out, check_same_device
 from ._choice import GemmProblem
-from ._launch import TRANSPOSED_B, launch
+from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel, launch
+from ._tuning import choose_product
 
 _OUT = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn,)
@@ -109,8 +112,8 @@ def mm_fp8(
     backend : {"cublas", "cudnn", "auto"}
         ``"cublas"``: cuBLASLt, whose sums keep about 14 bits on Hopper. ``"cudnn"``: this library's
         kernel for Hopper, which adds up sums of 128 products in float32. ``"auto"`` takes the
-        second one up to 64 rows. FlashInfer's other names are refused, its default among them:
-        that one expects weights in an order of Blackwell's.
+        second one up to 64 rows, or what the tuner found faster. FlashInfer's other names are
+        refused, its default among them: that one expects weights in an order of Blackwell's.
 
     Returns
     -------
@@ -130,15 +133,48 @@ def mm_fp8(
     if out.numel() == 0:
         return out
     chosen = mm_fp8.suitable_auto_backends[0] if backend == "auto" else backend  # type: ignore[attr-defined]
-    if chosen == "cublas":
-        one = torch.ones((), dtype=torch.float32, device=a.device)
-        scale = one if alpha is None else alpha.reshape(())
-        if scale.data_ptr() % 16:  # cuBLASLt refuses it
-            scale = scale.clone()
-        torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=True, out=out)
+    asks = backend == "auto" and not AutoTuner.get().is_idle
+    if chosen == "cublas" and not asks:
+        _cublas(NAMES["a"], out, a, b, (alpha, None, None))
         return out
     problem = GemmProblem(a.dtype, b.dtype, out.dtype, a.shape[0], b.shape[1], a.shape[1])
+    if asks:
+        return _run_fastest(problem, out, a, b, alpha, chosen == "cublas")
     return launch(problem, "a", out, a, b, (alpha, None), layout=TRANSPOSED_B)
+
+
+def _run_fastest(
+    problem: GemmProblem,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    prefers_cublas: bool,
+) -> torch.Tensor:
+    """The product by what the tuner found fastest; without a result by what is preferred."""
+    scales = (alpha, None, None)
+    arguments = (NAMES["a"], out, a, b, scales, None, 1.0, None, None, TRANSPOSED_B, 0, None)
+    product: Callable[..., Any] = _cublas
+    if get_compute_capability(a.device) == (9, 0):
+        product = choose_product(problem, arguments, get_gemm_kernel, _cublas, prefers_cublas)
+    product(*arguments)
+    return out
+
+
+def _cublas(
+    names: int,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor | None, None, None],
+    *_: Any,
+) -> None:
+    """The product by cuBLASLt."""
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    scale = one if scales[0] is None else scales[0].reshape(())
+    if scale.data_ptr() % 16:  # cuBLASLt refuses it
+        scale = scale.clone()
+    torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=True, out=out)
 
 
 @supported_compute_capability([90])
@@ -309,8 +345,6 @@ def grouped_mm_fp8(
     """
     if backend not in ("cudnn", "auto"):
         raise ValueError(f"`backend` must be 'cudnn' or 'auto', got {backend!r}")
-    if tactic != -1:
-        raise ValueError(f"`tactic` must be -1, got {tactic!r}")
     check_dtype("out_dtype", out_dtype, (*_OUT, torch.float32))
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
@@ -321,4 +355,5 @@ def grouped_mm_fp8(
     problem = GemmProblem(
         a.dtype, b.dtype, out.dtype, rows, columns, k, batches=batches, groups="offsets"
     )
-    return launch(problem, "a", out, a, b, (alpha, None), rows=(m_indptr, None, None, None))
+    rows_of = (m_indptr, None, None, None)
+    return launch(problem, "a", out, a, b, (alpha, None), rows=rows_of, tactic=tactic)

@@ -17,6 +17,18 @@ from .registry import register_generator
 _ROWS = (torch.float16, torch.bfloat16)
 _CODES = torch.float8_e4m3fn
 _MAX_TOP_K = 32
+# Rows, columns, whether weights are the left operand, CTAs that share weights: as in the fields.
+GEMM_TILES = (
+    *((rows, 128, True, 1) for rows in (8, 16, 32, 64)),
+    (128, 256, False, 1),
+    (128, 256, False, 2),
+)
+
+
+def gemm_tile_for(rows: int) -> int:
+    """Which of `GEMM_TILES` serves groups of typically so many rows: the first that holds them."""
+    last = len(GEMM_TILES) - 1
+    return next((i for i, tile in enumerate(GEMM_TILES) if rows <= tile[0]), last)
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,27 @@ class CuteDslMoeFinalizeConfig(ModuleConfig):
 
 @dataclass(frozen=True)
 class CuteDslGroupedGemmConfig(ModuleConfig):
-    """The type of the result selects code; the other fields tell gemm_jit_binding.cc what it is."""
+    """The type of the result and the tile select code; other fields tell gemm_jit_binding.cc what
+    it is.
+
+    Attributes
+    ----------
+    tile_rows, tile_columns : int
+        Size of a tile of the result.
+    swap : bool
+        Whether weights are the tensor cores' left operand; for tiles of few rows.
+    cluster_rows : int
+        CTAs that share weights.
+    """
 
     module: ClassVar[str] = "cute_dsl_grouped_gemm"
     supported_major_versions: ClassVar[tuple[int, ...] | None] = (9,)
 
     dtype_out: torch.dtype
+    tile_rows: int = 128
+    tile_columns: int = 256
+    swap: bool = False
+    cluster_rows: int = 1
     dtype_a: torch.dtype = _CODES
     dtype_b: torch.dtype = _CODES
     scale: str = "block"
@@ -75,6 +102,9 @@ class CuteDslGroupedGemmConfig(ModuleConfig):
         fixed = self.scale, self.groups, self.activation, self.gathers
         if fixed != ("block", "masked", "identity", False):
             raise ValueError(f"there is one kernel: of scales of blocks, masked; got {fixed}")
+        tile = self.tile_rows, self.tile_columns, self.swap, self.cluster_rows
+        if tile not in GEMM_TILES:
+            raise ValueError(f"there is no kernel with the tile {tile}, but with {GEMM_TILES}")
 
 
 def _activation_cases() -> Iterator[CuteDslMoeActivationConfig]:
@@ -87,7 +117,8 @@ def _finalize_cases() -> Iterator[CuteDslMoeFinalizeConfig]:
 
 
 def _gemm_cases() -> Iterator[CuteDslGroupedGemmConfig]:
-    yield CuteDslGroupedGemmConfig(torch.bfloat16)
+    for tile in GEMM_TILES:
+        yield CuteDslGroupedGemmConfig(torch.bfloat16, *tile)
 
 
 def _spec(config: ModuleConfig, kernel: str, *sources: str) -> JitSpec:

@@ -11,7 +11,7 @@ import torch
 from .._common.dtypes import HALF, check_dtype
 from .config import ModuleConfig
 from .core import JitSpec
-from .gemm import ACTIVATIONS
+from .gemm import ACTIVATIONS, GATED
 from .registry import register_generator
 
 FORMATS = ("plain", "int8", "int4", "mxfp4", "nvfp4")
@@ -34,13 +34,18 @@ class WeightGemmConfig(ModuleConfig):
         Tokens that a CTA multiplies at a time: 8, 16, 32 or 64.
     warps : int
         Warps of a CTA that multiply; each has 16 rows of the weights, where these do not stream.
+        A CTA that streams has 8 or, with `columns`, 16: two teams, a CTA on each SM.
     splits : int
-        CTAs of a cluster that sum a part of k each; 1 before compute capability 9.0.
+        CTAs of a cluster that sum a part of k each; 1 before compute capability 9.0, and where
+        CTAs that stream are persistent.
     activation : str
         The step after the product, as gemm_params.h says.
     streams : bool
-        Hopper's copy engine brings weights of 4 bits for bfloat16, and 8 warps share 128 of their
-        rows (gemm/sm90/weight_tile.cuh). Else threads copy the weights (gemm/portable/).
+        Hopper's copy engine brings weights of 4 bits for bfloat16, and 8 warps share 32 to 128 of
+        their rows (gemm/sm90/weight_tile.cuh). Else threads copy the weights (gemm/portable/).
+    columns : int
+        Columns of the result that a CTA which streams computes and then ends, 32, 64 or 128; 0:
+        CTAs are persistent, with tiles of 128, also for weights in groups and gated activations.
     """
 
     module: ClassVar[str] = "weight_gemm"
@@ -56,6 +61,7 @@ class WeightGemmConfig(ModuleConfig):
     splits: int = 1
     activation: str = "identity"
     streams: bool = False
+    columns: int = 0
 
     def __post_init__(self) -> None:
         check_dtype("input", self.dtype_a, HALF)
@@ -66,6 +72,12 @@ class WeightGemmConfig(ModuleConfig):
         ):
             if value not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}")
+        if self.columns not in (0, 32, 64, 128):
+            raise ValueError(f"`columns` must be 0, 32, 64 or 128, got {self.columns}")
+        if self.columns and (not self.streams or self.activation in GATED):
+            raise ValueError("`columns` must be 0 for gated activations and without `streams`")
+        if self.streams and not self.columns and (self.warps, self.splits) != (8, 1):
+            raise ValueError("`warps` must be 8 and `splits` 1 for persistent CTAs that stream")
 
     @property
     def majors(self) -> tuple[int, ...]:
@@ -82,18 +94,19 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
         for splits in (1, 8):
             yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, tokens, 4, splits)
             yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
-        for splits in (1, 4, 7):
-            yield from _stream_configs(tokens, splits)
+        yield from _stream_configs(tokens)
+        for columns, warps in ((32, tokens), (64, tokens), (128, 8)):  # as many warps as tokens
+            yield from _stream_configs(tokens, warps, columns)
 
 
 def _stream_configs(
-    tokens: int, splits: int = 1, activation: str = "identity"
+    tokens: int, warps: int = 8, columns: int = 0, activation: str = "identity"
 ) -> Iterator[WeightGemmConfig]:
     """A Hopper GPU takes these for 4-bit weights of the usual formats: one tile and activation."""
     bf16 = torch.bfloat16
     for weights, scale, group in (("int4", bf16, 128), ("mxfp4", torch.uint8, 32)):
         yield WeightGemmConfig(
-            bf16, bf16, weights, scale, group, tokens, 8, splits, activation, streams=True
+            bf16, bf16, weights, scale, group, tokens, warps, 1, activation, True, columns
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from .._attention.checks import scalar
 from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
+from .._common.driver import get_stream_sm_count
 from .._common.dtypes import torch_name
 from ..jit.attention.mla import (
     FLOAT8,
@@ -165,13 +166,14 @@ class OneCall:
         plan = torch.empty(mla_plan_size(), dtype=torch.uint8)
         raw = workspace.view(-1).view(torch.uint8)
         count, width = table.pages.shape
+        sizes = len(self.query), table.max_q_len, options.num_heads, self.dims[0], options.page_size
         begin = get_mla_device_plan_module().mla_device_plan(
             plan,
             raw,
             table.kv_lens,
             table.qo_indptr,
             (count, width, table.pages.stride(0), table.sharers),
-            (len(self.query), table.max_q_len, options.num_heads, self.dims[0], options.page_size),
+            (*sizes, get_stream_sm_count(raw.device)),
             table.causal,
             enable_pdl,
         )

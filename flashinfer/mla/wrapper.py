@@ -11,6 +11,7 @@ from .._attention.index_tensors import check_buffer, check_page_numbers, copy_to
 from .._common.checks import flag as check_flag
 from .._common.checks import optional_flag as check_optional_flag
 from .._common.checks import tensor as check_tensor
+from .._common.driver import get_stream_sm_count
 from .._compile.handles import Planned
 from .._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ..jit.attention.mla import MlaPlanner, get_mla_module_of
@@ -264,7 +265,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
                 f"got {batch.kv_indices.numel()}"
             )
         self._config = options.config(self._backend, self.device, batch.max_q_len)
-        self._make_plan(options, batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr)
+        self._make_plan(options, (batch.qo_indptr, batch.kv_indptr, batch.kv_len_arr))
         if self._use_cuda_graph:
             self._kv_indices = self._copy_to_buffers(batch)
         else:
@@ -272,25 +273,23 @@ class BatchMLAPagedAttentionWrapper(Planned):
         self._options, self._batch = options, batch
         self._run = self._run_of(self._config.dtype_kpe)
 
-    def _make_plan(
-        self,
-        options: MlaOptions,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-    ) -> None:
+    def _make_plan(self, options: MlaOptions, lists: tuple[torch.Tensor, ...]) -> None:
+        """Plan for `qo_indptr`, `kv_indptr` and `kv_len_arr`, on the current stream's SMs."""
+        qo_indptr, kv_indptr, kv_len_arr = lists
         assert self._planner is not None
+        on_gpu = self.device.type == "cuda"
         self._planner.make(
-            int_workspace=self._int_workspace_buffer if self.device.type == "cuda" else None,
-            float_workspace_bytes=self._float_bytes,
-            qo_indptr=qo_indptr,
-            kv_indptr=kv_indptr,
-            kv_len_arr=kv_len_arr,
+            self._int_workspace_buffer if on_gpu else None,
+            self._float_bytes,
+            qo_indptr,
+            kv_indptr,
+            kv_len_arr,
             num_heads=options.num_heads,
             head_dim_ckv=options.head_dim_ckv,
             page_size=options.page_size,
             causal=options.causal,
             is_graph=self._use_cuda_graph,
+            num_sms=get_stream_sm_count(self.device) if on_gpu else 0,
         )
 
     def _plan_again(
@@ -313,7 +312,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
                 f"`num_heads`, `head_dim_ckv` and `causal` must be the {expected} of plan(), got "
                 f"{heads}"
             )
-        self._make_plan(options, qo_indptr, kv_indptr, kv_len_arr)
+        self._make_plan(options, (qo_indptr, kv_indptr, kv_len_arr))
         self._batch = MlaBatch(qo_indptr, kv_indptr, self._kv_indices, kv_len_arr)
 
     def _check_capacity(self, batch: MlaBatch) -> None:

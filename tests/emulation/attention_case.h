@@ -56,7 +56,7 @@ class Random {
 };
 
 // Rows of `dim` elements by three strides. Memory is reserved, and real only where it is touched:
-// strides may be of any size.
+// strides may be of any size. What follows the last row cannot be read.
 template <typename T>
 class Rows {
  public:
@@ -69,18 +69,24 @@ class Rows {
     stride_head = heads_first ? row * tokens : row;
     stride_page = row * heads * tokens;
     if (outer_stride != 0) (pages > 1 ? stride_page : stride_token) = outer_stride;
-    bytes_ = (pages * stride_page + tokens * stride_token + heads * stride_head) * sizeof(T) + 16;
+    const int64_t last =
+        (pages - 1) * stride_page + (tokens - 1) * stride_token + (heads - 1) * stride_head;
+    const int64_t bytes = ceil_div((last + dim) * int64_t{sizeof(T)}, int64_t{16}) * 16;
+    const int64_t readable = ceil_div(bytes, kGuard) * kGuard;
+    bytes_ = readable + kGuard;
     void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
       std::printf("cannot reserve %lld bytes\n", static_cast<long long>(bytes_));
       std::exit(77);  // skipped
     }
-    data = static_cast<T*>(memory);
+    memory_ = static_cast<char*>(memory);
+    if (mprotect(memory_ + readable, kGuard, PROT_NONE) != 0) std::exit(77);
+    data = reinterpret_cast<T*>(memory_ + readable - bytes);
   }
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
-  ~Rows() { munmap(data, bytes_); }
+  ~Rows() { munmap(memory_, bytes_); }
 
   T* row(int page, int token, int head) const {
     return data + page * stride_page + token * stride_token + head * stride_head;
@@ -101,6 +107,8 @@ class Rows {
   int64_t stride_page, stride_token, stride_head;
 
  private:
+  static constexpr int64_t kGuard = 1 << 16;  // a multiple of a page on any machine
+  char* memory_;
   int64_t bytes_;
 };
 
@@ -172,6 +180,9 @@ class Case {
     if (two_groups && !kCustomVariant) draw_numbers(second, 1);
     groups.push_back(draw_group(0, kPaged, kMask, kTileQ, kTileQSecond != 0 && !two_groups));
     if (two_groups) groups.push_back(draw_group(1, true, kMaskSecond, kTileQSecond, false));
+    if (First::Tile::kScalesQuery && kTileQSecond == 0 && !kSoftCaps[0] && random_.one_in(8)) {
+      make_faint();
+    }
   }
 
   // The plan and the workspaces are filled in later.
@@ -305,9 +316,11 @@ class Case {
                                                     gap(), huge_token);
     };
     const int pages = group.paged ? entries : 1, slots = group.paged ? page_size : entries;
+    // Rows of a page that follow each other, the same way in all of these tensors.
+    const bool is_dense = kKeysAre4Bit && group.paged && random_.one_in(2);
     const auto make_kv = [&](int dim, const auto& value, int alignment) {
-      const bool heads_first = (group.paged || !huge_strides_) && random_.one_in(2);
-      const int space = gap() + (alignment - dim % alignment) % alignment;
+      const bool heads_first = is_dense || ((group.paged || !huge_strides_) && random_.one_in(2));
+      const int space = is_dense ? 0 : gap() + (alignment - dim % alignment) % alignment;
       auto rows = std::make_unique<Rows<KV>>(pages, slots, num_kv_heads, dim, heads_first, space,
                                              group.paged && pages > 1 ? huge_outer : huge_token);
       rows->fill(pages, slots, num_kv_heads, value);
@@ -336,6 +349,17 @@ class Case {
     group.o = make_q(O{}, kHeadDimVO);
     group.o->fill(1, tokens, num_qo_heads, [] { return O{0xffff}; });
     if (!random_.one_in(4)) group.lse.assign(tokens * num_qo_heads, math::nan);
+  }
+
+  // Queries and a scale whose product float32 does not represent.
+  void make_faint() {
+    if constexpr (!std::is_same_v<Q, dtype::bfloat16>) return;
+    variant.sm_scale = std::copysign(1e-25f, variant.sm_scale);
+    for (const Group& group : groups) {
+      const PlanRequest& last = group.plan.requests.back();
+      group.q->fill(1, last.qo_begin + last.qo_len, num_qo_heads,
+                    [&] { return from_float<Q>(0x1p-100f * random_.normal()); });
+    }
   }
 
   void draw_custom_mask(const Group& group) {

@@ -77,6 +77,27 @@ void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Para
   lengths.num_columns = config.cta_slots;
   const int tiles = requests.size() * lengths.tiles_per_request.divisor;
   lengths.num_merges = std::min(lengths.num_columns - 1, tiles);
+  // As much as possible by a table of pages, in which each request has a row of the same length.
+  std::vector<int32_t> table;
+  int width = 0;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    width = std::max(width, kv_indptr[i + 1] - kv_indptr[i]);
+  }
+  const bool is_even = std::all_of(requests.begin(), requests.end(),
+                                   [&](const PlanRequest& r) { return r.qo_len == longest; });
+  if (is_even) {
+    for (const PlanRequest& r : requests) {
+      const int32_t* const pages = params.tensors[0].kv_indices + r.kv_base;
+      const int count = ceil_div(r.kv_len, int(params.page_size.divisor));
+      table.insert(table.end(), pages, pages + count);
+      table.insert(table.end(), width - count, 0);
+    }
+    params.tensors[0].kv_indices = table.data();
+    lengths.qo_indptr = lengths.kv_indptr = nullptr;
+    lengths.kv_entries = table.size();
+    lengths.pages_per_request = width;
+  }
+  finish_device_plan(lengths);
   const int rows = params.num_kv_heads.divisor * kTileQ;
   const int slots = lengths.num_columns - 1 + lengths.num_merges;
   std::vector<float4> outputs(slots * rows * kHeadDimVO / 4 + 1,

@@ -80,6 +80,7 @@ void draw(Case& c) {
   c.merges.resize(p.num_merges);
   p.items = c.items.data();
   p.merges = c.merges.data();
+  finish_device_plan(p);
 }
 
 int complain(const char* what, int64_t got, int64_t expected) {

@@ -15,13 +15,14 @@ namespace {
 using BF16 = dtype::bfloat16;
 
 template <WeightFormat format, typename AType, typename ScaleType, int group, int tokens, int warps,
-          GemmActivation activation>
+          GemmActivation activation, int columns = 0>
 struct Config {
   using A = AType;
   using D = AType;
   using Scale = ScaleType;
   static constexpr WeightFormat kFormat = format;
   static constexpr int kGroup = group, kTokens = tokens, kWarps = warps, kSplits = 1;
+  static constexpr int kColumns = columns;
   static constexpr GemmActivation kActivation = activation;
 };
 
@@ -72,19 +73,21 @@ struct Product {
   WeightGemmParams params = {};
 
   // k is a multiple of `unit`, and no row of the index is missing; 0: whatever a group allows.
-  explicit Product(Random& random, int unit = 0) {
-    groups = random.integer(1, 70);
-    offsets = random_offsets(random, groups);
-    rows = offsets[groups] + random.integer(0, 3);
+  // `tokens`: a single group has these rows, each its own; 0: groups have random ones.
+  explicit Product(Random& random, int unit = 0, int tokens = 0) {
+    groups = tokens == 0 ? random.integer(1, 70) : 1;
+    offsets = tokens == 0 ? random_offsets(random, groups) : std::vector<int32_t>{0, tokens};
+    rows = offsets[groups] + (tokens == 0 ? random.integer(0, 3) : 0);
     if (rows == 0) rows = 1;
     n = 8 * random.integer(1, 12);
     k = (kBits == 8 ? 16 : 32) * random.integer(1, 24);
     if (T::kGroup > 32) k = T::kGroup * random.integer(1, 5);
     if (unit != 0) k = unit * random.integer(1, 6);
     misses_rows = unit == 0;
-    inputs = random.integer(1, 20);
+    inputs = tokens == 0 ? random.integer(1, 20) : tokens;
     scales_of_row = T::kGroup == 0 ? 1 : ceil_div(k, T::kGroup ? T::kGroup : 1);
     fill(random);
+    for (int i = 0; i < tokens; ++i) row_index[i] = i;
     set_params(random);
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -264,3 +265,16 @@ def test_repeats_bit_for_bit(gpu: torch.device) -> None:
     first = gemm.gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, "K")
     for _ in range(5):
         assert torch.equal(gemm.gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, "K"), first)
+
+
+def test_a_thread_without_calls_before(gpu: torch.device):
+    """Maps of operands are encoded by the driver, which a thread's first call has not met."""
+    a, b = halves(5, 256, device=gpu), halves(264, 256, device=gpu).T
+    expected = flashinfer.mm_bf16(a, b)
+    outs = [poisoned(5, 264, device=gpu) for _ in range(3)]
+    torch.cuda.synchronize()
+    for out in outs:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(flashinfer.mm_bf16, a, b, out=out).result()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)

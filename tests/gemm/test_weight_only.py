@@ -10,12 +10,29 @@ import torch
 
 from flashinfer import dsv3_ops, gemm
 from flashinfer.gemm import _weight_kernels
-from flashinfer.gemm._weight_kernels import choose_weight_config, shared_bytes
+from flashinfer.gemm._weight_kernels import choose_weight_config, is_aligned, shared_bytes
 
 BF16, HALF = torch.bfloat16, torch.float16
 SHAPES = [(1, 8, 256), (5, 264, 1024), (17, 136, 1952), (40, 72, 320), (130, 648, 512)]
-SHAPES += [(9, 136, 4096)]  # Hopper streams 4-bit weights, and splits k
-SPLIT = [(7, 1, 3976, 5376), (7, 13, 4096, 8192), (5, 8, 5000, 3840), (3, 19, 3976, 2304)]
+# Of products that stream: m, n, k, and the columns, warps and parts of k that 132 SMs take; not
+# all stages and tiles are whole.
+STREAMS = [
+    (1, 136, 1280, 32, 8, 1),
+    (8, 1000, 2304, 32, 8, 1),
+    (3, 8456, 1280, 64, 8, 1),
+    (8, 16904, 768, 128, 8, 1),
+    (5, 33800, 768, 0, 8, 1),
+    (7, 1000, 6656, 32, 8, 2),
+    (9, 136, 256, 32, 16, 1),
+    (16, 6152, 1792, 64, 16, 1),
+    (31, 4104, 1280, 64, 16, 1),
+    (13, 8456, 1280, 64, 8, 1),
+    (41, 4104, 1280, 64, 8, 1),
+    (16, 16904, 768, 128, 8, 1),
+    (15, 2000, 6656, 32, 16, 2),
+]
+# Formats that stream, with the elements of k whose scales take 16 bytes, or a step of k.
+STREAM_UNITS = {("int4", 128): 1024, ("int4", 0): 256, ("mxfp4", 32): 512, ("nvfp4", 16): 256}
 FORMATS = [("int4", 128), ("int4", 32), ("int4", 0), ("int8", 0), ("int8", 64)]
 FORMATS += [("mxfp4", 32), ("nvfp4", 16)]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -106,19 +123,32 @@ def test_weights(
     assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("splits, m, n, k", SPLIT)
-def test_split_by_any_number(splits: int, m: int, n: int, k: int, device: torch.device) -> None:
-    """Parts of k of unlike lengths, and rows of unlike owners; repeats have the same bits."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        common = (device, BF16, BF16, "int4", BF16, 128, m, n, k)
-        assert choose_weight_config(*common, aligned=True).splits == splits
-    codes, scale, values = _weights("int4", 128, n, k, BF16, device)
+@pytest.mark.parametrize("shape", STREAMS, ids=str)
+@pytest.mark.parametrize(("weight_format", "group"), list(STREAM_UNITS), ids=str)
+def test_streams(
+    weight_format: str, group: int, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Every kind of tile; repeats have the same bits."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    m, n, k, *tile = shape
+    unit = STREAM_UNITS[weight_format, group]
+    k = -(-k // unit) * unit
+    codes, scale, values = _weights(weight_format, group, n, k, BF16, device)
+    common = (device, BF16, BF16, weight_format, scale.dtype, group, m, n, k)
+    config = choose_weight_config(*common, aligned=is_aligned(scale))
+    assert config.streams
+    if torch.cuda.get_device_properties(device).multi_processor_count == 132:
+        assert [config.columns, config.warps, config.splits] == tile
     x = torch.randn(m, k, device=device).to(BF16)
+    bias = torch.randn(n, device=device).to(BF16)
     out = torch.full((m, n), float("nan"), dtype=BF16, device=device)
-    gemm.weight_only_linear(x, codes, scale, "int4", out=out)
-    _assert_near(out, x.double() @ values.T, x.double().abs() @ values.abs().T)
-    for _ in range(20):
-        assert torch.equal(gemm.weight_only_linear(x, codes, scale, "int4"), out)
+    gemm.weight_only_linear(x, codes, scale, weight_format, bias=bias, out=out)
+    expected = x.double() @ values.T + bias.double()
+    _assert_near(out, expected, x.double().abs() @ values.abs().T + bias.double().abs())
+    for _ in range(10):
+        again = gemm.weight_only_linear(x, codes, scale, weight_format, bias=bias)
+        assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (136, 512)], ids=str)

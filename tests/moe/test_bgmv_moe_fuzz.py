@@ -166,6 +166,7 @@ def _specs() -> list[JitSpec]:
         return RowMap.empty(chosen, count)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "_kernels", {})
         patch.setattr(_launch, "get_gemm_kernel", recording)
         patch.setattr(steps, "map_rows", empty_map)
         patch.setattr(steps, "combine", lambda *arguments: None)

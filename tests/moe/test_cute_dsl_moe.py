@@ -10,9 +10,11 @@ import torch
 
 from flashinfer import cute_dsl
 from flashinfer.jit.cute_dsl_moe import (
+    GEMM_TILES,
     CuteDslGroupedGemmConfig,
     CuteDslMoeActivationConfig,
     CuteDslMoeFinalizeConfig,
+    gemm_tile_for,
     gen_cute_dsl_grouped_gemm_module,
     gen_cute_dsl_moe_activation_module,
     gen_cute_dsl_moe_finalize_module,
@@ -26,8 +28,9 @@ CODES = torch.float8_e4m3fn
 TENSOR_CORE = 2.0**-10
 
 
-def need_gemm(device: torch.device, dtype: torch.dtype = BF16) -> None:
-    need(device, gen_cute_dsl_grouped_gemm_module(CuteDslGroupedGemmConfig(dtype)))
+def need_gemm(device: torch.device, rows: int, dtype: torch.dtype = BF16) -> None:
+    config = CuteDslGroupedGemmConfig(dtype, *GEMM_TILES[gemm_tile_for(rows)])
+    need(device, gen_cute_dsl_grouped_gemm_module(config))
 
 
 def need_activation(device: torch.device, dtype: torch.dtype = BF16) -> None:
@@ -76,6 +79,7 @@ def check_product(out, a, b, a_scale, b_scale, numbers):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("expected_m", [None, 1, 16, 30, 64, 128, 1000], ids=str)
 @pytest.mark.parametrize(
     ("numbers", "rows", "n", "k"),
     [
@@ -87,15 +91,18 @@ def check_product(out, a, b, a_scale, b_scale, numbers):
     ],
     ids=str,
 )
-def test_grouped_gemm(device, numbers, rows, n, k, dtype):
-    need_gemm(device, dtype)
+def test_grouped_gemm(device, numbers, rows, n, k, expected_m, dtype):
+    """Every tile, with fewer rows than it has and more, in groups and of the whole tensor."""
+    need_gemm(device, min(expected_m or rows, rows), dtype)
     experts = len(numbers)
     a, b = codes(device, experts, rows, k), codes(device, experts, n, k)
     a_scale = scales(device, k // 128, experts * rows)
     b_scale = scales(device, experts, -(-n // 128), k // 128)
     out = torch.full((experts, rows, n), float("nan"), dtype=dtype, device=device)
     counts = counts_of(device, numbers)
-    returned = cute_dsl.moe_grouped_gemm_cutedsl(a, b, a_scale, b_scale, counts, out)
+    returned = cute_dsl.moe_grouped_gemm_cutedsl(
+        *(a, b, a_scale, b_scale, counts, out), expected_m=expected_m
+    )
     assert returned is out
     check_product(out, a, b, a_scale, b_scale, numbers)
 
@@ -103,7 +110,7 @@ def test_grouped_gemm(device, numbers, rows, n, k, dtype):
 @pytest.mark.gpu
 def test_grouped_gemm_with_strides_and_long_counts(device):
     """Experts' matrices with gaps, counts of 64 bits, and results that repeat."""
-    need_gemm(device)
+    need_gemm(device, 140)
     numbers = [40, 130]
     a = codes(device, 2, 150, 512)[:, :140, :256]
     b = codes(device, 2, 256, 512)[:, :, 128:384]
@@ -170,7 +177,7 @@ def test_finalize(device, tokens, hidden, top_k, dtype_out):
 @pytest.mark.gpu
 def test_whole_pipeline_in_a_graph(device):
     """Two products, the activation and the sum, captured and replayed with other counts."""
-    need_gemm(device)
+    need_gemm(device, 96)
     need_activation(device)
     need_finalize(device, 2)
     experts, rows, hidden, width = 4, 96, 512, 256
@@ -210,6 +217,7 @@ def test_whole_pipeline_in_a_graph(device):
         ({"a": torch.zeros(5, 256)}, "`a` must have 3 dimensions"),
         ({"a_scale": torch.zeros(10, 2)}, r"`a_scale` must have shape \[2, 10\], got \[10, 2\]"),
         ({"a_scale": torch.zeros(10, 2).T}, "`a_scale` must be contiguous"),
+        ({"expected_m": 0}, "`expected_m` must be from 1 to"),
         ({}, "must be a CUDA tensor"),
     ],
     ids=str,
@@ -237,3 +245,5 @@ def test_refusals_of_the_others():
         CuteDslMoeFinalizeConfig(BF16, BF16, 33)
     with pytest.raises(ValueError, match="there is one kernel"):
         CuteDslGroupedGemmConfig(BF16, gathers=True)
+    with pytest.raises(ValueError, match="there is no kernel with the tile"):
+        CuteDslGroupedGemmConfig(BF16, tile_rows=24)

@@ -316,6 +316,7 @@ def _products(kind: tuple[str, Any]) -> list[JitSpec]:
         return more.get("out")
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "_kernels", {})
         patch.setattr(_launch, "get_gemm_kernel", recording(gen_gemm_sm90_module))
         patch.setattr(four_bit, "get_weight_gemm_kernel", recording(gen_weight_gemm_module))
         for name in ("map_rows", "combine", "quantize_rows"):

@@ -153,6 +153,7 @@ CASES: dict[str, Callable[..., None]] = {
     "enable_pdl": _is_a_hint,
     "ep_rank": _changes(0),
     "ep_size": _changes_nothing(4),
+    "expected_m": _changes_nothing(7),
     "fc1_expert_biases": _adds,
     "fc2_expert_biases": _adds,
     "finalize": _is_refused,

@@ -233,6 +233,7 @@ CASES: dict[str, Callable[..., None]] = {
     "weight_bias": chooses(1.0),
     "out": receives_the_result,
     "enable_pdl": is_a_hint,
+    "expected_m": moe_cases.CASES["expected_m"],
     **mqa_cases.CONCAT_CASES,
     **sampling_cases.CASES,
     **cache_cases.CASES,

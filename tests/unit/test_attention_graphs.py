@@ -95,6 +95,19 @@ def query(tokens: int) -> torch.Tensor:
     return torch.zeros(tokens, 8, 128, dtype=BF16)
 
 
+def test_later_plans_of_a_graph_are_for_the_multiprocessors_of_the_first(launches, monkeypatch):
+    """A captured launch has the CTAs of its plan; on a stream with fewer of them it keeps all."""
+    wrapper = graph_decode()
+    plan_decode(wrapper)
+    first = wrapper._executor._planner.config_source
+    monkeypatch.setattr(executor, "slots_of_stream", lambda *_: CtaSlots(96, 1))
+    plan_decode(wrapper, batch_size=2)
+    assert wrapper._executor._planner.config_source == first
+    other = graph_decode()
+    plan_decode(other)
+    assert CtaSlots(96, 1) in other._executor._planner.config_source
+
+
 def test_plans_of_a_graph_differ_in_their_work_lists_only(launches):
     wrapper = graph_decode()
     plan_decode(wrapper)

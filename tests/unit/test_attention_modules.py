@@ -29,6 +29,7 @@ from flashinfer.jit.attention import (
     get_pod_uri,
     make_variant,
 )
+from flashinfer.jit.attention.config import PACKED_FLOAT4, decode_tile_q
 from flashinfer.prefill import get_batch_prefill_jit_module
 
 BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -92,6 +93,7 @@ def test_every_field_is_in_the_name_and_in_the_defines():
         ("head_dim_vo", 272),
         ("head_dim_vo", 544),
         ("head_dim_vo", 0),
+        ("tile_q", 4),  # of 4-bit values alone
         ("tile_q", 32),
         ("mask_mode", "bidirectional"),
         *OF_SECOND.items(),
@@ -125,6 +127,21 @@ def test_what_has_no_kernel_is_refused(name: str, value: Any):
 )
 def test_choice_of_the_tile(rows: int, mean: float, head_dim: int, fixed: bool, tile: int):
     assert choose_tile_q(rows, mean, head_dim, fixed) == tile
+
+
+@pytest.mark.parametrize(
+    "rows, dtype_kv, tile",
+    [
+        (1, PACKED_FLOAT4, 4),
+        (4, PACKED_FLOAT4, 4),
+        (5, PACKED_FLOAT4, 8),
+        (9, PACKED_FLOAT4, 16),
+        (4, BF16, 8),
+        (4, E4M3, 8),
+    ],
+)
+def test_choice_of_the_tile_for_decode(rows: int, dtype_kv: torch.dtype, tile: int):
+    assert decode_tile_q(rows, 128, dtype_kv) == tile
 
 
 # ---- Generators under public names ----

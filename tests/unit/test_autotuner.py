@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from flashinfer import autotuner as at
 from flashinfer.autotuner import store
+from flashinfer.jit.errors import JitError
 
 
 class Runner(at.TunableRunner):
@@ -195,6 +197,23 @@ def test_modules_of_all_candidates_are_built_at_once(
     with at.autotune():
         choose(tuner, Compiled(prefers(1), [0, 1]), 8)
     assert built == [["rows1_tactic0", "rows1_tactic1", "rows8_tactic0", "rows8_tactic1"]]
+
+
+def test_a_candidate_that_does_not_compile_is_left_out(
+    tuner: at.AutoTuner, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def build(specs: list[Any]) -> None:
+        raise JitError("no compiler")
+
+    monkeypatch.setattr("flashinfer.autotuner.candidates.build_jit_specs", build)
+
+    class Compiled(Runner):
+        def jit_specs(self, inputs: Any, tactics: list[Any]) -> list[Any]:
+            return [SimpleNamespace(name="module")]
+
+    with at.autotune():
+        assert choose(tuner, Compiled(prefers(1), [0, 1]), 8)[1] == 1
+    assert "no compiler" in caplog.text
 
 
 # ---- files -------------------------------------------------------------------------------------

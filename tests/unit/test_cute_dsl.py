@@ -14,6 +14,15 @@ import torch
 from flashinfer import cute_dsl as public
 from flashinfer.jit import BuildError, JitError, JitSpec, ToolchainError, cute_dsl, places
 from flashinfer.jit.binary import read_kernels, read_opcodes
+from flashinfer.jit.cute_dsl_moe import (
+    GEMM_TILES,
+    CuteDslGroupedGemmConfig,
+    CuteDslMoeActivationConfig,
+    CuteDslMoeFinalizeConfig,
+    gen_cute_dsl_grouped_gemm_module,
+    gen_cute_dsl_moe_activation_module,
+    gen_cute_dsl_moe_finalize_module,
+)
 from flashinfer.jit.cute_dsl_norm import CuteDslNormConfig, gen_cute_dsl_norm_module
 
 needs_dsl = pytest.mark.skipif(
@@ -29,6 +38,16 @@ CONFIGS = [
     CuteDslNormConfig(BF16, FP8, 7168),
     CuteDslNormConfig(torch.float32, torch.float32, 4096, add_residual=True),
     CuteDslNormConfig(torch.float16, torch.float8_e5m2, 65536, subtract_mean=True),
+]
+
+# Few rows, the most rows of a tile that is turned, and weights that two CTAs share.
+MIXTURE = [
+    *(
+        gen_cute_dsl_grouped_gemm_module(CuteDslGroupedGemmConfig(BF16, *GEMM_TILES[i]))
+        for i in (0, 3, 5)
+    ),
+    gen_cute_dsl_moe_activation_module(CuteDslMoeActivationConfig(torch.float16)),
+    gen_cute_dsl_moe_finalize_module(CuteDslMoeFinalizeConfig(BF16, torch.float32, 32)),
 ]
 
 
@@ -64,6 +83,17 @@ def test_compiles_to_vector_accesses_without_spills(config: CuteDslNormConfig, c
     scale = config.out_dtype.itemsize == 1
     assert 0 < code.count(LDG) <= loads * 4 + scale
     assert 0 < code.count(STG) <= (1 + config.add_residual) * 4
+
+
+@needs_dsl
+@pytest.mark.compiler
+@pytest.mark.parametrize("spec", MIXTURE, ids=lambda spec: spec.name)
+def test_parts_of_a_mixture_have_no_spills(spec: JitSpec, cache: Path):
+    spec.build()
+    (kernel,) = read_kernels(spec.get_library_path())
+    assert (kernel.arch, kernel.stack_bytes) == ("sm_90a", 0)
+    (code,) = read_opcodes(spec.get_library_path()).values()
+    assert not set(LOCAL) & set(code)
 
 
 @needs_dsl

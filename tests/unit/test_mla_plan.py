@@ -155,3 +155,26 @@ def test_without_splits_no_tile_is_cut():
 def test_empty_batch():
     lists, merges = plan([], [], 16, False)
     assert not merges and not any(lists)
+
+
+@pytest.mark.parametrize("num_sms", [8, 48, 1000], ids=str)
+def test_work_is_divided_for_so_many_multiprocessors(num_sms):
+    """As many lists as multiprocessors of the GPU; later plans of a graph keep the number."""
+    workspace = torch.zeros(8 << 20, dtype=torch.uint8)
+    planner = MlaPlanner()
+    ctas, requests, tokens = min(num_sms, CTAS), 264, 1024
+    first = torch.arange(requests + 1, dtype=torch.int32)
+    lengths = torch.full((requests,), tokens, dtype=torch.int32)
+    batch = first, first * (tokens // 16), lengths
+
+    def make(is_graph: bool, count: int) -> list[int]:
+        sizes = 16, 512, 16, False, True, is_graph, count
+        planner.make(workspace, 1 << 40, *batch, *sizes)
+        return torch.frombuffer(workspace.numpy(), dtype=torch.int32, offset=128).tolist()
+
+    for is_graph, count in ((False, num_sms), (True, 16), (False, num_sms), (True, num_sms)):
+        starts = make(is_graph, count)[: ctas + 1]
+        (num_items,) = struct.unpack_from("4xi", workspace.numpy().tobytes())
+        assert starts[0] == 0 and starts[-1] == num_items >= requests
+        items = torch.tensor(starts).diff()
+        assert items.min() >= 1 and items.max() - items.min() <= 2

@@ -69,7 +69,9 @@ def test_what_streams(
     config = choose(weights, group, **more)
     assert config.streams == streams
     if streams:
-        assert config.warps == 8 and config.majors == (9,)
+        assert config.warps in (8, 16) and config.majors == (9,)
+    else:
+        assert config.columns == 0
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], indirect=True)
@@ -78,31 +80,59 @@ def test_other_architectures_do_not_stream(capability: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "k", "tiles", "tokens", "splits"),
+    ("rows", "columns", "k", "tokens", "warps", "splits", "tile_columns"),
     [
-        (1, 4096, 14336, None, 8, 7),  # 32 clusters of eight would not run together
-        (9, 4096, 4096, None, 16, 4),  # a CTA of seven would have less than three stages
-        (1, 5120, 14336, None, 8, 5),
-        (1, 1024, 14336, None, 8, 8),
-        (16, 6144, 4096, None, 16, 4),
-        (1, 28672, 4096, None, 8, 1),
-        (64, 4096, 14336, None, 16, 2),
-        (500, 4096, 14336, None, 16, 1),
-        (1, 128, 256, None, 8, 1),
-        (3, 256, 14336, 1, 8, 1),  # groups are not split
+        (1, 4096, 14336, 8, 8, 1, 32),
+        (9, 4096, 4096, 16, 16, 1, 32),
+        (8, 8448, 4096, 8, 8, 1, 32),  # 264 CTAs
+        (8, 8456, 4096, 8, 8, 1, 64),
+        (1, 28672, 4096, 8, 8, 1, 128),
+        (1, 33800, 4096, 8, 8, 1, 0),  # more than run at once
+        (16, 4224, 4096, 16, 16, 1, 32),  # 132 CTAs
+        (16, 6144, 4096, 16, 16, 1, 64),
+        (16, 14336, 4096, 16, 8, 1, 64),
+        (16, 28672, 4096, 16, 8, 1, 128),
+        (17, 4096, 14336, 16, 16, 1, 64),
+        (64, 4096, 14336, 16, 8, 1, 64),
+        (500, 4096, 14336, 16, 8, 1, 0),
+        (1, 1024, 14336, 8, 8, 2, 32),
+        (16, 2048, 6144, 16, 16, 2, 32),
+        (1, 2048, 4096, 8, 8, 1, 32),  # parts of two stages
+        (1, 128, 256, 8, 8, 1, 32),
     ],
 )
 def test_the_shape_of_streams(
     rows: int,
     columns: int,
     k: int,
-    tiles: int | None,
     tokens: int,
+    warps: int,
     splits: int,
+    tile_columns: int,
     capability: None,
 ) -> None:
-    config = choose("int4", 128, rows, columns, k, tiles=tiles)
-    assert (config.streams, config.tokens, config.splits) == (True, tokens, splits)
+    config = choose("int4", 128, rows, columns, k)
+    chosen = (config.tokens, config.warps, config.splits, config.columns)
+    assert config.streams and chosen == (tokens, warps, splits, tile_columns)
+    config = choose("int4", 128, rows, columns, k, tiles=3)
+    chosen = (config.tokens, config.warps, config.splits, config.columns)
+    assert config.streams and chosen == (tokens, 8, 1, 0), "groups have persistent CTAs"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"columns": 16}, "`columns` must be 0, 32, 64 or 128, got 16"),
+        ({"columns": 32, "streams": False}, "`columns` must be 0 for gated activations and"),
+        ({"columns": 32, "activation": "swiglu"}, "`columns` must be 0 for gated activations and"),
+        ({"splits": 2}, "`warps` must be 8 and `splits` 1 for persistent CTAs"),
+        ({"warps": 16}, "`warps` must be 8 and `splits` 1 for persistent CTAs"),
+    ],
+)
+def test_shapes_that_no_kernel_has(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"warps": 8, "streams": True}
+    with pytest.raises(ValueError, match=message):
+        WeightGemmConfig(BF16, BF16, "mxfp4", torch.uint8, 32, 8, **{**good, **change})
 
 
 def test_alignment_of_scales() -> None:

@@ -12,6 +12,8 @@ KERNEL = "flashinfer/gemm/portable/kernel.cuh"
 STREAM = "flashinfer/gemm/sm90/weight_kernel.cuh"
 PRODUCER = "flashinfer/gemm/sm90/weight_producer.cuh"
 CONSUMER = "flashinfer/gemm/sm90/weight_consumer.cuh"
+TILES = "flashinfer/gemm/sm90/weight_tile.cuh"
+SPLIT = "flashinfer/gemm/sm90/weight_split.cuh"
 TILE, PAIRS = "flashinfer/gemm/portable/tile.cuh", "flashinfer/common/float4_pairs.cuh"
 
 
@@ -45,17 +47,21 @@ def test_faults_are_found(emulator: Emulator, header: str, statement: str, other
     assert find_fault(emulator, False)
 
 
-def find_stream_fault(emulator: Emulator, full: bool) -> str:
+PERSISTENT, ONCE = "weight_stream_emulation.cc", "weight_once_emulation.cc"
+
+
+def find_stream_fault(emulator: Emulator, full: bool, program: str = PERSISTENT) -> str:
     """The same for the kernel that streams weights on Hopper."""
     shared = "extern __shared__ __align__(1024) char memory[];"
     emulator.substitute(STREAM, shared, "char* const memory = dynamic_shared;")
-    program = emulator.build("weight_stream_emulation.cc", ["-DEMULATION_ARCH=800"])
-    done = emulator.call([program, "20" if full else "2"])
+    built = emulator.build(program, ["-DEMULATION_ARCH=800"])
+    done = emulator.call([built, "20" if full else "2"])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""
 
 
-def test_random_streams(emulator: Emulator, full: bool) -> None:
-    assert not find_stream_fault(emulator, full)
+@pytest.mark.parametrize("program", [PERSISTENT, ONCE])
+def test_random_streams(program: str, emulator: Emulator, full: bool) -> None:
+    assert not find_stream_fault(emulator, full, program)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +81,21 @@ def test_faults_of_streams_are_found(
 ) -> None:
     emulator.substitute(header, statement, other)
     assert find_stream_fault(emulator, False)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    one_by_default(
+        [
+            (TILES, "Tile::kTeams > 1 || i == 0", "i == 0"),
+            (PRODUCER, "      ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);\n", ""),
+            (CONSUMER, "t_ / 2 * 2) ^ (line & 7)", "t_ / 2 * 2) ^ (token & 7)"),
+            (SPLIT, "    ptx::mbarrier_wait_soon(full_, 0);\n", ""),
+        ]
+    ),
+)
+def test_faults_of_tiles_visited_once_are_found(
+    emulator: Emulator, header: str, statement: str, other: str
+) -> None:
+    emulator.substitute(header, statement, other)
+    assert find_stream_fault(emulator, False, ONCE)

@@ -8,7 +8,7 @@ import torch
 
 from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
-from ...jit.attention.config import choose_tile_q
+from ...jit.attention.config import decode_tile_q
 from ..index_tensors import check_index_vector, page_numbers
 from ..plan.choice import KernelChoice
 from ..plan.launch import NO_OPTIONS
@@ -106,7 +106,8 @@ def plan_table_lengths(
         spec.window_left,
     )
     rows = tokens * spec.group_size
-    choice = KernelChoice("fa2", choose_tile_q(rows, rows, spec.tile_head_dim))
+    tile_q = decode_tile_q(rows, spec.tile_head_dim, spec.kv_data_type)
+    choice = KernelChoice("fa2", tile_q)
     entries = page_numbers(lengths.block_tables).to(wrapper.device, torch.int32).reshape(-1)
     problem = AttentionProblem(spec, bounds, PlanTensors(kv_indices=entries))
     there = DeviceLengths(

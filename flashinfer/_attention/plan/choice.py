@@ -10,7 +10,13 @@ import torch
 
 from ..._common.arch import is_sm90a_supported
 from ...jit.attention import hopper
-from ...jit.attention.config import FLOAT16, PACKED_FLOAT4, TILES_SECOND, choose_tile_q
+from ...jit.attention.config import (
+    FLOAT16,
+    PACKED_FLOAT4,
+    TILES_SECOND,
+    choose_tile_q,
+    decode_tile_q,
+)
 from ...jit.attention.hopper import hopper_tile_q
 from ...jit.errors import MissingJITCacheError, ToolchainError
 from .no_kernel import is_computed_from_plans
@@ -76,7 +82,8 @@ def choose_kernel(
     second_tile = 0 if second is None else _second_tile(second)
     if decodes:
         rows = requests.tokens_per_request * spec.group_size
-        return KernelChoice("fa2", choose_tile_q(rows, rows, spec.tile_head_dim), second_tile)
+        tile_q = decode_tile_q(rows, spec.tile_head_dim, spec.kv_data_type)
+        return KernelChoice("fa2", tile_q, second_tile)
     found = estimate(spec, requests, 0, fixed_split_size, backend == "auto")
     if found.hopper_us < found.portable_us:
         return hopper_choice(spec)

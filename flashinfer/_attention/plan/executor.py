@@ -78,6 +78,7 @@ class AttentionExecutor:
         self._lengths: DeviceLengths | None = None  # that launches read in place of a list
         # The kernel that a CUDA graph keeps, and what it was chosen for.
         self._graph_choice: tuple[KernelOptions, bool, KernelChoice] | None = None
+        self._graph_slots: dict[ModuleKey, CtaSlots] = {}  # so captured launches keep their CTAs
         self.set_workspaces(float_workspace_buffer, int_workspace_buffer)
 
     @property
@@ -194,7 +195,7 @@ class AttentionExecutor:
             planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, rows)
             planner.plan(None, -1, requests, seconds)
             module = self._modules[key] = key.load()
-        slots = slots_of_stream(module, self.workspaces.floats)
+        slots = self._graph_slots.get(key) or slots_of_stream(module, self.workspaces.floats)
         planner = self._configured(problem, key, slots, options, rows)
         mask = problem.tensors.mask
         visible = mask.visible if isinstance(mask, CustomMask) else None
@@ -206,15 +207,15 @@ class AttentionExecutor:
         if options.capacity is not None:
             fixed = options.fixed_split_size is not None
             self._graph_choice = problem.spec.kernel_options, fixed, key.choice
+            self._graph_slots[key] = slots
 
     def check(self, problem: AttentionProblem, second: AttentionProblem | None = None) -> None:
         """Refuse requests that no plan can be made for, and leave the latest plan alone."""
-        options = NO_OPTIONS
-        key = self._module_key(problem, second, options)
+        key = self._module_key(problem, second, NO_OPTIONS)
         key.config()
         planner, self._planner = self._planner, self._checker
         try:
-            checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, ALL_ROWS)
+            checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, NO_OPTIONS, ALL_ROWS)
             self._checker = checker
             checker.plan(None, -1, problem.requests, None if second is None else second.requests)
         except _NO_MODULE:
@@ -237,9 +238,8 @@ class AttentionExecutor:
         if not problem.requests.page_size and is_worth_gathering(problem, self.device, options):
             problem = Gathering(problem, self.device).problem  # rows of pages are no need
         key = self._module_key(problem, None, options, choice)
-        slots = _NOMINAL_CTA_SLOTS
-        if self.device.type == "cuda":
-            slots = slots_of_stream(key.load(), self.workspaces.floats)
+        cuda = self.device.type == "cuda"
+        slots = slots_of_stream(key.load(), self.workspaces.floats) if cuda else _NOMINAL_CTA_SLOTS
         planner, self._planner = self._planner, None  # the plan in use stays as it is
         try:
             sizer = self._configured(problem, key, slots, options, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...jit.attention.config import DECODE_TILES
+from ...jit.attention.config import PACKED_DECODE_TILES
 from .choice import KernelChoice
 from .executor import AttentionExecutor, _plan_first
 from .launch import ALL_ROWS, GraphCapacity, PlanOptions
@@ -49,7 +49,7 @@ def plan_on_device(
         capacity = GraphCapacity(requests.batch_size, requests.num_qo_tokens)
         options = options._replace(capacity=capacity)
     key = executor._module_key(problem, None, options, choice)
-    by_launches = by_launches and key.choice.tile_q in DECODE_TILES
+    by_launches = by_launches and key.choice.tile_q in PACKED_DECODE_TILES
     key = key._replace(device_lengths=by_launches)
     executor._options = options
     executor.problem = None

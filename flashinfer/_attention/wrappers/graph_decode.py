@@ -3,7 +3,7 @@
 import torch
 
 from ..._instrument.decorator import flashinfer_api
-from ...jit.attention.config import choose_tile_q
+from ...jit.attention.config import decode_tile_q
 from ..checks import with_data_type
 from ..index_tensors import check_index_vector, copy_to_buffer, device_indices
 from ..plan.choice import KernelChoice
@@ -63,7 +63,8 @@ def _plan_on_device(wrapper: BatchDecodeWithPagedKVCacheWrapper, a: DecodeArgume
             copy_to_buffer(name, values, getattr(wrapper, f"_paged_kv_{name}_buf"))
     spec, tokens = options.spec, options.tokens_per_request
     rows = tokens * spec.group_size
-    choice = KernelChoice("fa2", choose_tile_q(rows, rows, spec.tile_head_dim))
+    tile_q = decode_tile_q(rows, spec.tile_head_dim, spec.kv_data_type)
+    choice = KernelChoice("fa2", tile_q)
     tensors = options.tensors._replace(kv_indices=wrapper._paged_kv_indices_buf)
     if tensors.kv_indices is None:
         tensors = tensors._replace(kv_indices=pages)

@@ -22,6 +22,8 @@ MASK_MODES = ("none", "causal", "custom", "multi_item")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
 TILES = (8, 16, 64, 128)
 DECODE_TILES = TILES[:2]  # whose warps share the keys
+PACKED_TILE = 4  # of 4-bit values alone
+PACKED_DECODE_TILES = (PACKED_TILE, *DECODE_TILES)
 TILES_SECOND = (16, 64)
 BACKENDS = ("fa2", "fa3")
 
@@ -120,8 +122,9 @@ class AttentionConfig(ModuleConfig):
             head_dims = (self.head_dim_qk, self.head_dim_vo)
             _check("tile_q", self.tile_q, (hopper_tile_q(*head_dims, self.dtype_q),))
         else:
-            _check("tile_q", self.tile_q, TILES)
-        if self.device_lengths and (self.tile_q not in DECODE_TILES or self.tile_q_second):
+            tiles = (PACKED_TILE, *TILES) if self.dtype_kv == PACKED_FLOAT4 else TILES
+            _check("tile_q", self.tile_q, tiles)
+        if self.device_lengths and (self.tile_q not in PACKED_DECODE_TILES or self.tile_q_second):
             raise ValueError(
                 f"`device_lengths` must be False with `tile_q` {self.tile_q} and `tile_q_second` "
                 f"{self.tile_q_second}: it is for one tile of {DECODE_TILES} rows"
@@ -269,6 +272,23 @@ def choose_tile_q(
         for rule in tile_rules(head_dim, fixed_split_size)
         if max_rows <= rule.most_rows or mean_rows <= rule.mean_rows
     )
+
+
+def decode_tile_q(rows: int, head_dim: int, dtype_kv: torch.dtype) -> int:
+    """Packed query rows of a tile for requests of equal lengths.
+
+    Parameters
+    ----------
+    rows : int
+        Product of query length and group size.
+    head_dim : int
+        As for `tile_rules`.
+    dtype_kv : torch.dtype
+        Of 4-bit values the scales multiply the weights, if these are of at most four rows.
+    """
+    if rows <= PACKED_TILE and dtype_kv == PACKED_FLOAT4:
+        return PACKED_TILE
+    return choose_tile_q(rows, rows, head_dim)
 
 
 def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -269,6 +269,7 @@ class MlaPlanner:
     """
 
     def __init__(self) -> None:
+        self._num_sms = 0
         module = get_mla_plan_module()
         self._native = torch.zeros(module.mla_planner_size(), dtype=torch.uint8)
         module.mla_plan_create(self._native)
@@ -290,8 +291,9 @@ class MlaPlanner:
         causal: bool,
         splits: bool = True,
         is_graph: bool = False,
+        num_sms: int = 0,
     ) -> torch.Tensor:
-        """Divide a batch over the GPU and start the copy of the work list.
+        """Divide a batch over multiprocessors and start the copy of the work list.
 
         Parameters
         ----------
@@ -308,7 +310,9 @@ class MlaPlanner:
         splits : bool
             Whether a request's KV may be divided over CTAs.
         is_graph : bool
-            Whether a captured launch is to serve later plans, too.
+            Whether a captured launch is to serve later plans, too; the first one's `num_sms` stays.
+        num_sms : int
+            Multiprocessors that the work is divided for; 0: all of the GPU.
 
         Returns
         -------
@@ -320,13 +324,16 @@ class MlaPlanner:
         ValueError
             If index tensors contradict one another or a workspace is too small.
         """
+        # A captured launch has the CTAs of the first plan, so later ones are for as many.
+        if not (is_graph and self._num_sms):
+            self._num_sms = num_sms
         self._plan(
             self._native,
             self.plan,
             int_workspace,
             float_workspace_bytes,
             (qo_indptr, kv_indptr, kv_len_arr),
-            (num_heads, head_dim_ckv, page_size),
+            (num_heads, head_dim_ckv, page_size, self._num_sms),
             (causal, splits, is_graph),
         )
         return self.plan

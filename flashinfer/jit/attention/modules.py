@@ -17,7 +17,14 @@ from ..core import JitSpec, gen_jit_spec
 from ..registry import register_generator
 from ..spec import ModuleSpec
 from . import hopper
-from .config import DECODE_TILES, PACKED_FLOAT4, TILES, AttentionConfig, tile_rules
+from .config import (
+    DECODE_TILES,
+    PACKED_DECODE_TILES,
+    PACKED_FLOAT4,
+    TILES,
+    AttentionConfig,
+    tile_rules,
+)
 from .variant import AttentionVariant
 
 
@@ -112,7 +119,7 @@ def _aot_configs() -> Iterator[AttentionConfig]:
 def _packed_configs() -> Iterator[AttentionConfig]:
     """Decode over caches of 4 bits."""
     bf16 = torch.bfloat16
-    for tile_q, device_lengths in itertools.product(DECODE_TILES, (False, True)):
+    for tile_q, device_lengths in itertools.product(PACKED_DECODE_TILES, (False, True)):
         yield AttentionConfig(
             bf16, PACKED_FLOAT4, bf16, 128, 128, tile_q, device_lengths=device_lengths
         )

@@ -17,9 +17,10 @@ __device__ __forceinline__ void write_column(const DevicePlanParams& params, int
   int number = 0, place = column;
   if (!items.next(item, number)) item = WorkItem{-1, 0, 0, 0, 0, 0, 0, 0, 0, -1, -1, 0};
   while (true) {
+    const int owner = items.owner();
     const bool is_followed = item.request >= 0 && items.next(following, number);
     if (is_followed) item.next = params.num_columns + number;
-    if (threadIdx.x % 32 == 0) params.items[place] = item;
+    if (threadIdx.x % 32 == owner) params.items[place] = item;
     if (!is_followed) return;
     place = item.next;
     item = following;

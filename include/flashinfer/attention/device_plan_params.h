@@ -1,6 +1,7 @@
 // Arguments of plans that are made on the device (tile_row.cuh). Plain C++.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/scheduler/work.h>
@@ -29,6 +30,23 @@ struct DevicePlanParams {
   int32_t num_merges;             // capacity, at least min(num_columns - 1, tiles)
   WorkItem* items;                // num_columns + tiles; null, as merges, where nothing is written
   MergeItem* merges;
+
+  // finish_device_plan() finds these.
+  FastDivisor by_columns;  // num_columns
+  int32_t plain_rows;      // of the one tile of each request, if it sees all its keys; else 0
+  int32_t most_kv_len;     // with plain_rows: tokens that the pages of a request hold
 };
+
+// Finds what follows from the other fields. Most calls decode by a table of pages, without a
+// window: little is then to be computed before the first key, which waits for it.
+inline void finish_device_plan(DevicePlanParams& p) {
+  p.by_columns = FastDivisor(std::max(p.num_columns, 1));
+  const int64_t room = int64_t{p.pages_per_request} * p.page_size;
+  p.most_kv_len = static_cast<int32_t>(std::min<int64_t>(room, INT32_MAX));
+  const bool is_plain = p.qo_indptr == nullptr && p.kv_indptr == nullptr && p.kv_len != nullptr &&
+                        p.window_left < 0 && p.tiles_per_request.divisor == 1 &&
+                        p.qo_tokens >= int64_t{p.batch_size} * p.qo_len;
+  p.plain_rows = is_plain ? p.qo_len * static_cast<int32_t>(p.group_size.divisor) : 0;
+}
 
 }  // namespace flashinfer

@@ -6,6 +6,11 @@
 
 namespace flashinfer {
 
+// Tokens begin ... end - 1.
+struct KeyRange {
+  int begin, end;
+};
+
 enum class MaskMode { none, causal, custom, multi_item };
 
 // One query row of a work item, as masks and variants see it.

@@ -12,11 +12,6 @@
 
 namespace flashinfer {
 
-// Tokens begin ... end - 1.
-struct KeyRange {
-  int begin, end;
-};
-
 template <typename Traits, typename Params>
 class TileRows {
   using Tile = typename Traits::Tile;
@@ -26,8 +21,13 @@ class TileRows {
  public:
   using Variant = typename Traits::Variant;
   using View = RequestParams<OptionsOf<Traits::kKind, Params>>;
+  using Weights = WeightRange<Tile>;
   // Whether a soft cap of visible tiles is left to those who make the weights.
   static constexpr bool kCapsWeights = Variant::kCapsLogits && Tile::kCapsWeights;
+  // Whether the query's inverse scale is part of the weights' scale, as no one sees the logits.
+  static constexpr bool kFoldsQueryScale = Tile::kNarrow && Tile::kScalesQuery &&
+                                           Variant::use_softmax && !Variant::kHasLogitsTransform &&
+                                           !Variant::kCapsLogits;
 
   // Sets up each row before the first key.
   __device__ __forceinline__ TileRows(const Params& params, const WorkItem& item, uint32_t kv_head,
@@ -155,7 +155,7 @@ class TileRows {
           float& logit = logits[i][j][e];
           const QueryRow& row = rows_[i][e / 2];
           const int kv_idx = column + j * (16 / kTilesOfStep) + e % 2 * (Tile::kNarrow ? 8 : 1);
-          if constexpr (Tile::kScalesQuery && !Variant::kCapsLogits) {
+          if constexpr (Tile::kScalesQuery && !Variant::kCapsLogits && !kFoldsQueryScale) {
             logit *= inverse_scale[i][e / 2];
           }
           if constexpr (kTransforms) {
@@ -300,29 +300,31 @@ class TileRows {
     }
   }
 
-  // Scale of row h of row tile i, in base 2. It is never zero, since zero would turn a masked
-  // logit's minus infinity into NaN. A negative scale is applied to q or to the logits instead, so
-  // that the largest logit stays the largest.
-  __device__ __forceinline__ float scale_log2(int i, int h) const {
+  // Scale of row h of row tile i, in base 2, times `factor`. It is never zero, since zero would
+  // turn a masked logit's minus infinity into NaN. A negative scale is applied to q or to the
+  // logits instead, so that the largest logit stays the largest.
+  __device__ __forceinline__ float scale_log2(int i, int h, float factor = 1.f) const {
     if constexpr (!Variant::use_softmax) return 1.f;  // such a variant has no scale
     float scale = variant.sm_scale_log2;
     // A logits transform has applied the head scale already.
     if constexpr (Variant::kHasHeadScales && !Variant::kHasLogitsTransform) {
       scale *= head_scale_[i][h];
     }
-    return fmaxf(fabsf(scale), 1e-30f);
+    return fmaxf(fabsf(scale) * factor, 1e-30f);
   }
 
-  __device__ __forceinline__ void scales_log2(Scales& scale) const {
+  __device__ __forceinline__ void scales_log2(Scales& scale, const Scales& inverse_scale) const {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
-      for (int h = 0; h < 2; ++h) scale[i][h] = scale_log2(i, h);
+      for (int h = 0; h < 2; ++h) {
+        scale[i][h] = scale_log2(i, h, kFoldsQueryScale ? inverse_scale[i][h] : 1.f);
+      }
     }
   }
 
-  // Updates each row's largest exponent. It may lag by up to 8, since the sums have room for 2^8,
-  // so most tiles of a long row change nothing. Returns true if any row of the warp grew; the
-  // earlier sums must then be multiplied by `shrink`.
+  // Updates each row's largest exponent. It may lag, since the sums have room for that, so most
+  // tiles of a long row change nothing. Returns true if any row of the warp grew; the earlier sums
+  // must then be multiplied by `shrink`.
   __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
                                                         const Logits& logits, const Scales& scale,
                                                         float (&shrink)[Tile::kRowTiles][2]) {
@@ -332,7 +334,7 @@ class TileRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float largest = lane_largest<Tile::kTokenTiles>(logits[0], h);
-        grow |= grows(state.largest[0][h], largest, scale[0][h]);
+        grow |= Weights::grow(state.largest[0][h], largest * scale[0][h]);
       }
       if (!__any_sync(0xffffffffu, grow)) return false;
     }
@@ -343,7 +345,9 @@ class TileRows {
       for (int h = 0; h < 2; ++h) {
         const float previous = state.largest[i][h];
         const float largest = row_largest<Tile::kTokenTiles>(logits[i], h);
-        if (grows(previous, largest, scale[i][h])) state.largest[i][h] = largest * scale[i][h];
+        if (Weights::grow(previous, largest * scale[i][h])) {
+          state.largest[i][h] = largest * scale[i][h] - Weights::kFirst;
+        }
         shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
         changes |= state.largest[i][h] != previous;
       }
@@ -351,10 +355,6 @@ class TileRows {
     return __any_sync(0xffffffffu, changes);
   }
 
-  __device__ __forceinline__ static bool grows(float previous, float largest, float scale) {
-    constexpr float kSlack = 8.f;
-    return largest * scale > previous + kSlack;
-  }
   // Largest of this lane's logits in the first `kTiles` token tiles.
   template <int kTiles>
   __device__ __forceinline__ static float lane_largest(const float (&logits)[Tile::kTokenTiles][4],

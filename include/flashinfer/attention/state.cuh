@@ -14,6 +14,20 @@ struct WarpState {
   float sum[Tile::kRowTiles][2];      // over this lane's columns only
 };
 
+// Exponents of the largest weight that a row may have, and of its largest one when the row grows.
+// Where scales of values multiply weights, float16 has room for both (2^7 * 448), and small weights
+// keep their bits.
+template <typename Tile>
+struct WeightRange {
+  static constexpr float kMost = Tile::kDoublesRows ? 7.f : 8.f;
+  static constexpr float kFirst = Tile::kDoublesRows ? 3.f : 0.f;
+
+  // Whether `exponent` needs a larger one than the row's `largest` so far.
+  static __device__ __forceinline__ bool grow(float largest, float exponent) {
+    return exponent > largest + kMost;
+  }
+};
+
 // Output column of element `i` (0, 1) of output tile `tile`. V of 8 bits has the even columns of a
 // block of 16 in one tile and the odd columns in the next; with 4 bits every fourth column of a
 // block of 32 is in one of four tiles.
@@ -33,7 +47,8 @@ __device__ __forceinline__ int first_row() {
 // Row within the tile of row h (0, 1) of row tile i that this thread holds.
 template <typename Tile>
 __device__ __forceinline__ int thread_row(int i, int h) {
-  return Tile::kNarrow ? threadIdx.x % 4 * 2 + h : first_row<Tile>() + 16 * i + 8 * h;
+  if constexpr (Tile::kNarrow) return (threadIdx.x % 4 * 2 + h) % Tile::kTileQ;
+  return first_row<Tile>() + 16 * i + 8 * h;
 }
 
 }  // namespace flashinfer

@@ -24,9 +24,19 @@ struct PlannedTile {
   __device__ __forceinline__ int cost() const { return num_rows > 0 ? kv_tiles() + 1 : 0; }
 };
 
+// Tile `index` where params.plain_rows says that each request has one. `length`: as it was read.
+__device__ __forceinline__ PlannedTile plain_tile(const DevicePlanParams& params, int index,
+                                                  int length) {
+  const int kv_len = min(max(length, 0), params.most_kv_len);
+  const int kv_base = index * params.pages_per_request;
+  return {index, index * params.qo_len, params.qo_len, kv_base, kv_len, 0, params.plain_rows, 0,
+          kv_len};
+}
+
 // Reads tile `index` of all that the longest requests would have.
 __device__ __forceinline__ PlannedTile read_planned_tile(const DevicePlanParams& params,
                                                          int index) {
+  if (params.plain_rows > 0) return plain_tile(params, index, params.kv_len[index]);
   const int group_size = params.group_size.divisor;
   PlannedTile tile;
   const int request = tile.request = params.tiles_per_request.divide(index);
@@ -148,7 +158,8 @@ class TileRow {
     before_ = {sum.tiles - own_.tiles, sum.cost - own_.cost};
     totals.num_tiles = __shfl_sync(0xffffffffu, sum.tiles, lanes - 1);
     const int length = __shfl_sync(0xffffffffu, sum.cost, lanes - 1) - 1;
-    totals.share = max(ceil_div(length, params.num_columns), kLeastShare);
+    const int share = params.by_columns.divide(max(length, 0) + params.num_columns - 1);
+    totals.share = max(share, kLeastShare);
   }
 
   // The tile in which the column begins.
@@ -168,12 +179,29 @@ class TileRow {
     if (per_lane_ > 1) return read_planned_tile(params_, index);
     PlannedTile tile;
     const auto from = [&](int value) { return __shfl_sync(0xffffffffu, value, index); };
+    if (params_.plain_rows > 0) return plain_tile(params_, index, from(kept_.kv_len));
     tile.request = from(kept_.request);
     tile.qo_begin = from(kept_.qo_begin), tile.qo_len = from(kept_.qo_len);
     tile.kv_base = from(kept_.kv_base), tile.kv_len = from(kept_.kv_len);
     tile.row_begin = from(kept_.row_begin), tile.num_rows = from(kept_.num_rows);
     tile.kv_begin = from(kept_.kv_begin), tile.kv_end = from(kept_.kv_end);
     return tile;
+  }
+
+  // Whether a lane has no more than one tile, of a plain request: its own place in the row then
+  // says all about it, and no lane asks another.
+  __device__ __forceinline__ bool is_by_lanes() const {
+    return params_.plain_rows > 0 && per_lane_ == 1;
+  }
+  // Then the lane's tile, and its columns; those of a lane without a tile hold no column.
+  __device__ __forceinline__ const PlannedTile& own_tile() const { return kept_; }
+  __device__ __forceinline__ PlacedTile own_place() const {
+    return {static_cast<int>(threadIdx.x % 32), before_.tiles, before_.cost};
+  }
+  __device__ __forceinline__ TileColumns own_columns() const {
+    TileColumns in(before_.cost, own_.cost - 1, totals.share);
+    if (own_.cost == 0) in.first = 1, in.last = 0;
+    return in;
   }
 
   RowTotals totals;
@@ -221,14 +249,27 @@ class ColumnItems {
  public:
   __device__ __forceinline__ ColumnItems(const DevicePlanParams& params, const TileRow& row,
                                          int column)
-      : params_(params),
-        row_(row),
-        column_(column),
-        totals_(row.totals),
-        next_(row.first_of_column(column)) {}
+      : params_(params), row_(row), column_(column), totals_(row.totals), in_(row.own_columns()) {
+    if (row.is_by_lanes()) {
+      lanes_ = __ballot_sync(0xffffffffu, in_.first <= column && column <= in_.last);
+    } else {
+      next_ = row.first_of_column(column);
+    }
+  }
+
+  // The lane that knows what next() has set.
+  __device__ __forceinline__ int owner() const { return owner_; }
 
   // Sets the next item, all but its place in a list, and its tile's number; false: there is none.
   __device__ __forceinline__ bool next(WorkItem& item, int& number) {
+    if (row_.is_by_lanes()) {
+      if (lanes_ == 0) return false;
+      owner_ = __ffs(lanes_) - 1;
+      lanes_ &= lanes_ - 1;
+      number = owner_;
+      set_item(item, row_.own_tile(), row_.own_place(), in_);
+      return true;
+    }
 #pragma unroll 1
     while (may_have_next()) {
       const PlacedTile placed = next_;
@@ -241,21 +282,7 @@ class ColumnItems {
       if (in.last < column_) continue;
       if (in.last > column_) next_.index = -1;
       number = placed.number;
-      item.request = tile.request;
-      item.kind = 0;
-      item.qo_begin = tile.qo_begin;
-      item.qo_len = tile.qo_len;
-      item.kv_len = tile.kv_len;
-      item.kv_base = tile.kv_base;
-      item.row_begin = tile.row_begin;
-      item.kv_begin = tile.kv_begin;
-      item.kv_end = tile.kv_end;
-      if (in.first < column_) item.kv_begin += in.cut(column_) * kTileKV;
-      if (column_ < in.last) item.kv_end = tile.kv_begin + in.cut(column_ + 1) * kTileKV;
-      const bool is_split = in.first < in.last;
-      item.partial_slot = is_split ? column_ + totals_.merge_of(params_, placed, in) : -1;
-      item.next = -1;
-      item.lists_taken = 0;
+      set_item(item, tile, placed, in);
       return true;
     }
     return false;
@@ -263,15 +290,39 @@ class ColumnItems {
 
   // If not, there is no further item.
   __device__ __forceinline__ bool may_have_next() const {
+    if (row_.is_by_lanes()) return lanes_ != 0;
     return 0 <= next_.index && next_.index < totals_.most;
   }
 
  private:
+  // The column's piece of a tile.
+  __device__ __forceinline__ void set_item(WorkItem& item, const PlannedTile& tile,
+                                           const PlacedTile& placed, const TileColumns& in) const {
+    item.request = tile.request;
+    item.kind = 0;
+    item.qo_begin = tile.qo_begin;
+    item.qo_len = tile.qo_len;
+    item.kv_len = tile.kv_len;
+    item.kv_base = tile.kv_base;
+    item.row_begin = tile.row_begin;
+    item.kv_begin = tile.kv_begin;
+    item.kv_end = tile.kv_end;
+    if (in.first < column_) item.kv_begin += in.cut(column_) * kTileKV;
+    if (column_ < in.last) item.kv_end = tile.kv_begin + in.cut(column_ + 1) * kTileKV;
+    const bool is_split = in.first < in.last;
+    item.partial_slot = is_split ? column_ + totals_.merge_of(params_, placed, in) : -1;
+    item.next = -1;
+    item.lists_taken = 0;
+  }
+
   const DevicePlanParams& params_;
   const TileRow row_;
   const int column_;
   const RowTotals totals_;
-  PlacedTile next_;
+  const TileColumns in_;  // of the lane's tile
+  uint32_t lanes_ = 0;    // whose tiles follow, by lanes
+  PlacedTile next_ = {};  // otherwise
+  int owner_ = 0;
 };
 
 // Merge `number`; without rows if there is nothing to merge.
@@ -279,6 +330,23 @@ __device__ __forceinline__ MergeItem find_merge(const DevicePlanParams& params, 
   const TileRow row(params);
   const RowTotals& totals = row.totals;
   MergeItem merge = {};
+  if (row.is_by_lanes()) {
+    const TileColumns in = row.own_columns();
+    const bool is_own =
+        in.first < in.last && totals.merge_of(params, row.own_place(), in) == number;
+    const uint32_t lanes = __ballot_sync(0xffffffffu, is_own);
+    if (lanes == 0) return merge;
+    const int lane = __ffs(lanes) - 1;
+    const PlannedTile tile = row.read(lane);
+    merge.request = tile.request;
+    merge.qo_begin = tile.qo_begin;
+    merge.qo_len = tile.qo_len;
+    merge.num_rows = tile.num_rows;
+    merge.slot_begin = __shfl_sync(0xffffffffu, in.first, lane) + number;
+    merge.slot_end = __shfl_sync(0xffffffffu, in.last, lane) + number + 1;
+    merge.kv_len = tile.kv_len;
+    return merge;
+  }
   // Without a number, it is the tile in which column `number` ends and the next one begins.
   const PlacedTile placed =
       totals.has_merges_by_tile(params) ? row.tile(number) : row.first_of_column(number + 1);

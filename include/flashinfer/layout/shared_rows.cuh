@@ -34,7 +34,7 @@ struct SharedRows {
 
  private:
   FLASHINFER_HOST_DEVICE static constexpr uint32_t permutation(uint32_t row) {
-    return !kPermuted ? 0 : (kRowBytes == 64 ? row / 2 : row) % 8 * 16;
+    return !kPermuted ? 0 : (kRowBytes == 64 ? row / 2 % 4 : row % 8) * 16;
   }
 };
 

@@ -43,6 +43,16 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
+// Whether the thread has the context that the driver's encoder wants. A thread that has made no call
+// of the runtime has none, though its device may be in use by others.
+inline bool has_context() {
+  thread_local const bool has = [] {
+    int device = 0;
+    return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+  }();
+  return has;
+}
+
 // One dimension of a tensor other than the contiguous one: its length, the elements between
 // neighbours, and its extent in a box.
 struct TensorMapDim {
@@ -62,7 +72,7 @@ inline bool encode_tensor_map(EncodedTensorMap& map, const void* data, uint64_t 
   static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4);
   constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
   const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return false;
+  if (encode == nullptr || !has_context()) return false;
   cuuint64_t lengths[kDims + 1] = {columns}, strides[kDims];
   cuuint32_t box[kDims + 1] = {box_columns}, steps[kDims + 1] = {1};
   for (int i = 0; i < kDims; ++i) {

@@ -112,7 +112,7 @@ def test_machine_code_is_that_of_nvcc(parts: Path, monkeypatch: pytest.MonkeyPat
             for pattern in (
                 "attention_bf16_bf16_bf16_qk128_vo128_tile128_ragged_causal_fa3",
                 "batch_mla_backend_fa3_dtype_q_bf16_dtype_kv_bf16_*",
-                "weight_gemm_*_mxfp4_*_tokens_8_*_swiglu_gate_last_streams_1",
+                "weight_gemm_*_mxfp4_*_tokens_8_*_swiglu_gate_last_streams_1_columns_0",
                 "chunk_delta_rule_dtype_bf16_state_dtype_f32_head_dim_k_128",
                 "ssd_dtype_bf16_state_dtype_f32_dt_dtype_bf16_dstate_128",
                 "mqa_logits_dtype_out_f32_heads_64_queries_1_paged_1",

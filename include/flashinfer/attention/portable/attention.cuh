@@ -73,7 +73,7 @@ class TileWorker {
 
   __device__ __forceinline__ void run() {
     rows_.begin(state_);
-    stream();
+    stream_by<Traits::kPaged>();
     // Triggered only now: CTAs of the merge would otherwise wait in the place of further items.
     ptx::grid_launch_dependents();
     const typename Profile::Span span(profile_, AttentionEvent::kOutput);
@@ -129,10 +129,23 @@ class TileWorker {
            warp_idx % Tile::kColumnWarps * (Tile::kWarpDimQK * 2);
   }
 
+  // One loop for each loader: registers of both would not fit.
+  template <bool kPaged>
+  __device__ __forceinline__ void stream_by() {
+    using Loader = TileLoader<Tile, kPaged>;
+    if constexpr (Loader::kMayBeDense) {
+      if (Loader::is_dense(tensors_, params_.page_size)) {
+        return stream<TileLoader<Tile, kPaged, true>>();
+      }
+    }
+    stream<Loader>();
+  }
+
   // Streams K and V and processes them tile by tile. In decode each warp has its own tokens: no
   // warp waits for another, and all stages are in flight. Otherwise one barrier per tile both shows
   // the tile to all warps and frees the other stage; the next tile's copies start after it and
   // overlap with a whole tile's products.
+  template <typename Loader>
   __device__ __forceinline__ void stream() {
 #if defined(__CUDA_ARCH__)
     constexpr int kStages = Tile::num_stages(__CUDA_ARCH__ / 10);
@@ -141,8 +154,7 @@ class TileWorker {
     // wait for products.
     constexpr bool kLocatesEarly = kAhead == kStages && !Tile::kConvertsKeys;
     const uint32_t shared_k = ptx::shared_address(stages_);
-    TileLoader<Tile, Traits::kPaged> loader(tensors_, params_.page_size, item_, kv_head_,
-                                            blockIdx.y, shared_k, kStages);
+    Loader loader(tensors_, params_.page_size, item_, kv_head_, blockIdx.y, shared_k, kStages);
     const auto fetch = [&](int tile, int stage, auto looks_ahead) {
       if (tile < num_tiles_) {
         if constexpr (!kLocatesEarly) loader.locate_tile();
@@ -262,7 +274,7 @@ class TileWorker {
       rows_.template transform<false>(logits, first_token, inverse_scale_);
     }
     float scale[Tile::kRowTiles][2];
-    rows_.scales_log2(scale);
+    rows_.scales_log2(scale, inverse_scale_);
     if constexpr (Variant::use_softmax) {
       float shrink[Tile::kRowTiles][2];
       if (rows_.update_largest(state_, logits, scale, shrink)) {
@@ -335,7 +347,7 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
       int number;
       if (!items.next(item, number)) item.request = -1;
       item.next = items.may_have_next() ? 0 : -1;
-      if (threadIdx.x == 0) shared_item = item;
+      if (threadIdx.x == items.owner()) shared_item = item;
     }
     __syncthreads();
     const WorkItem item = shared_item;

@@ -13,6 +13,23 @@
 
 namespace flashinfer {
 
+// Copies a row's scales.
+template <int kBytes>
+__device__ __forceinline__ void copy_scales(uint32_t target, const void* source, bool exists) {
+  constexpr int kChunk = kBytes % 16 == 0 ? 16 : kBytes % 8 == 0 ? 8 : 4;
+  const char* const bytes = static_cast<const char*>(source);
+#pragma unroll
+  for (int i = 0; i < kBytes; i += kChunk) {
+    if constexpr (kChunk == 16) {
+      ptx::cp_async_16(target + i, bytes + i, exists);
+    } else if constexpr (kChunk == 8) {
+      ptx::cp_async_8(target + i, bytes + i, exists);
+    } else {
+      ptx::cp_async_4(target + i, bytes + i, exists);
+    }
+  }
+}
+
 // Copies a row's scales of K or of V, which a lane locates first.
 class BlockScaleRow {
  public:
@@ -28,19 +45,7 @@ class BlockScaleRow {
   // `distance`: of the stage from the first one.
   template <int kBytes>
   __device__ __forceinline__ void copy(uint32_t distance, bool exists) const {
-    constexpr int kChunk = kBytes % 16 == 0 ? 16 : kBytes % 8 == 0 ? 8 : 4;
-    const uint8_t* const source = source_ + offset_;
-    const uint32_t target = shared_ + distance;
-#pragma unroll
-    for (int i = 0; i < kBytes; i += kChunk) {
-      if constexpr (kChunk == 16) {
-        ptx::cp_async_16(target + i, source + i, exists);
-      } else if constexpr (kChunk == 8) {
-        ptx::cp_async_8(target + i, source + i, exists);
-      } else {
-        ptx::cp_async_4(target + i, source + i, exists);
-      }
-    }
+    copy_scales<kBytes>(shared_ + distance, source_ + offset_, exists);
   }
 
  private:
@@ -59,7 +64,10 @@ class BlockScaleLoader {
  public:
   __device__ __forceinline__ BlockScaleLoader(const AttentionTensors& tensors, uint32_t kv_head,
                                               uint32_t output_part, uint32_t shared)
-      : first_(is_of_v() ? make_v(tensors, kv_head, output_part, shared)
+      : shared_(shared),
+        k_(reinterpret_cast<const char*>(tensors.k_sf.data)),
+        v_(reinterpret_cast<const char*>(tensors.v_sf.data)),
+        first_(is_of_v() ? make_v(tensors, kv_head, output_part, shared)
                          : make_k(tensors, kv_head, shared)),
         second_(make_v(tensors, kv_head, output_part, shared)) {}
 
@@ -68,6 +76,28 @@ class BlockScaleLoader {
     first_.locate(page, slot);
     if constexpr (kHasBoth) second_.locate(page, slot);
     exists_ = exists;
+  }
+
+  // Whether the rows of a page follow each other, and those of V lie where those of K do.
+  __device__ __forceinline__ static bool are_dense(const AttentionTensors& tensors) {
+    const BlockScales &k = tensors.k_sf, &v = tensors.v_sf;
+    return k.stride_token == Tile::kScaleBytesK && v.stride_token == Tile::kScaleBytesV &&
+           k.stride_page == v.stride_page && k.stride_head == v.stride_head;
+  }
+
+  // Then K's row of the lane's token in a group of 16 that begins the first page.
+  __device__ __forceinline__ static const char* dense_source(const AttentionTensors& tensors,
+                                                             uint32_t kv_head) {
+    return reinterpret_cast<const char*>(tensors.k_sf.data) + kv_head * tensors.k_sf.stride_head +
+           threadIdx.x % 16 * Tile::kScaleBytesK;
+  }
+
+  // Then copies the lane's row of K at `source`, and that of V.
+  __device__ __forceinline__ void copy_dense(const char* source, bool exists, int stage) const {
+    const uint32_t target = shared_ + row() * Tile::kScaleBytesK + stage * Tile::kBytesBlockScales;
+    copy_scales<Tile::kScaleBytesK>(target, source, exists);
+    copy_scales<Tile::kScaleBytesV>(target + Tile::kRows * Tile::kScaleBytesK, source + (v_ - k_),
+                                    exists);
   }
 
   __device__ __forceinline__ void copy(int stage) const {
@@ -105,6 +135,8 @@ class BlockScaleLoader {
     return BlockScaleRow(tensors.v_sf, begin, shared + rows_of_k + row() * Tile::kScaleBytesV);
   }
 
+  const uint32_t shared_;
+  const char *const k_, *const v_;
   BlockScaleRow first_, second_;
   bool exists_;
 };

@@ -1,6 +1,7 @@
 // Copies the rows of a tile from global to shared memory with cp.async, one warp at a time.
 //
-// Measurements, also of what lost: docs/tuning/attention_decode.md.
+// Measurements, also of what lost: docs/tuning/attention_decode.md,
+// docs/tuning/attention_decode_options.md.
 #pragma once
 
 #include <flashinfer/attention/portable/block_scales.cuh>
@@ -54,10 +55,24 @@ __device__ __forceinline__ void copy_even_rows_async(uint32_t shared, const char
   }
 }
 
+// The same, of rows that follow each other in memory, whose places are constants of the code.
+// `target`: of the lane's first chunk.
+template <int kRows, int kRowBytes, int kLanes>
+__device__ __forceinline__ void copy_dense_rows_async(uint32_t target, const char* source,
+                                                      int num_rows) {
+  using Rows = SharedRows<kRowBytes>;
+#pragma unroll
+  for (int i = 0; i < kRows; i += LaneChunk<kRowBytes, kLanes>::kRowsPerStep) {
+    ptx::cp_async_16(Rows::move(target, i, 0), source + i * kRowBytes, i < num_rows);
+  }
+}
+
 // Streams a warp's share of K and V: its columns of tokens kv_begin + kTokens * tile + 16 * i +
 // {0 .. 15}, where i numbers the warps, or the pairs of warps that share columns. It looks up the
 // page of the next tile one tile early, so that copies never wait for it.
-template <typename Traits, bool kPaged>
+// `kDense`: the rows of a page follow each other, and those of V lie where those of K do. Copies
+// then take half of the instructions: with 4 bits a warp has few to spare.
+template <typename Traits, bool kPaged, bool kDense = false>
 class TileLoader {
   static constexpr int kSize = static_cast<int>(sizeof(typename Traits::KV));
   static constexpr int kWarpTokens = Traits::kWarpTokens;
@@ -79,6 +94,19 @@ class TileLoader {
   using Scales = std::conditional_t<Traits::kKeysAre4Bit, BlockScaleLoader<Traits>, NoScales>;
 
  public:
+  static constexpr bool kMayBeDense = kPaged && kEvenSteps && Traits::kKeysAre4Bit &&
+                                      Traits::kWarpTokens == 32 && Traits::kColumnWarps == 1 &&
+                                      Traits::kNumOutputParts == 1 && kRowBytesK == kRowBytesV;
+  static_assert(!kDense || kMayBeDense, "there are no such copies");
+
+  // Whether a cache of such tiles is dense.
+  __device__ __forceinline__ static bool is_dense(const AttentionTensors& t,
+                                                  const FastDivisor& page_size) {
+    return page_size.divisor % kGroup == 0 && t.k_stride_token == kRowBytesK &&
+           t.v_stride_token == kRowBytesV && t.k_stride_page == t.v_stride_page &&
+           BlockScaleLoader<Traits>::are_dense(t);
+  }
+
   __device__ __forceinline__ TileLoader(const AttentionTensors& tensors,
                                         const FastDivisor& page_size, const WorkItem& item,
                                         uint32_t kv_head, uint32_t output_part, uint32_t shared_k,
@@ -94,7 +122,7 @@ class TileLoader {
     const int column_warp = warp_idx % Traits::kColumnWarps;
     // Sixteen tokens that start at a multiple of 16 share a page if the page size is a multiple of
     // 16. Ranges of items begin at multiples of the planner's K/V tile.
-    is_even_ = kEvenSteps && (!kPaged || page_size.divisor % kGroup == 0);
+    is_even_ = kDense || (kEvenSteps && (!kPaged || page_size.divisor % kGroup == 0));
     group_row_ = lane_idx_ / kLanes * kGroup;
     token_ = item.kv_begin + warp_idx / Traits::kColumnWarps * kWarpTokens +
              (is_even_ ? group_row_ : lane_idx_ % kWarpTokens);
@@ -109,12 +137,21 @@ class TileLoader {
     shared_k_ = shared_k + warp_idx * kWarpTokens * Traits::RowsK::kPitch;
     shared_v_ =
         shared_k + num_stages * Traits::kBytesK + warp_idx * kWarpTokens * Traits::RowsV::kPitch;
+    if constexpr (kDense) {
+      num_stages_ = num_stages;
+      dense_scales_ = BlockScaleLoader<Traits>::dense_source(tensors, kv_head);
+      dense_target_ = shared_k_ + group_row_ * Traits::RowsK::kPitch +
+                      Traits::RowsK::offset(LaneK::row(), LaneK::column());
+      // Else ptxas would make these anew for each tile.
+      asm("" : "+r"(dense_target_), "+l"(dense_scales_));
+    }
     look_up();
   }
 
   // Locates the next tile for copy_tile().
   __device__ __forceinline__ void locate_tile() {
     num_rows_ = kv_end_ - token_;
+    if constexpr (kDense) return;
     if constexpr (kPaged) {
       const uint32_t slot = token_ - page_size_.divide(token_) * page_size_.divisor;
       if (page_ >= tensors_.num_pages) num_rows_ = 0;
@@ -136,6 +173,7 @@ class TileLoader {
   // are located earlier, and for the first tiles, a lookup before K is faster.
   template <bool kLooksAhead>
   __device__ __forceinline__ void copy_tile(int stage) {
+    if constexpr (kDense) return copy_dense(stage);
     const uint32_t shared_k = shared_k_ + stage * Traits::kBytesK;
     const uint32_t shared_v = shared_v_ + stage * Traits::kBytesV;
     if constexpr (kLooksAhead) look_up();
@@ -170,6 +208,22 @@ class TileLoader {
   }
 
  private:
+  __device__ __forceinline__ void copy_dense(int stage) {
+    constexpr int kScaleBytes = Traits::kScaleBytesK;
+    const int num_rows = page_ >= tensors_.num_pages ? 0 : num_rows_;
+    const char* const scales =
+        dense_scales_ + int64_t{page_} * tensors_.k_sf.stride_page + slot_ * kScaleBytes;
+    const char* const k = k_ + int64_t{page_} * tensors_.k_stride_page + slot_ * kRowBytesK;
+    const char* const v = v_ - k_ + k;
+    token_ += Traits::kTokens;
+    look_up();
+    const uint32_t target = dense_target_ + stage * Traits::kBytesK;
+    copy_dense_rows_async<kGroup, kRowBytesK, kLanes>(target, k, num_rows - LaneK::row());
+    copy_dense_rows_async<kGroup, kRowBytesV, kLanes>(target + num_stages_ * Traits::kBytesK, v,
+                                                      num_rows - LaneV::row());
+    scales_.copy_dense(scales, lane_idx_ % kGroup < num_rows, stage);
+  }
+
   // `slot`: that of this lane's token, or of its group's first.
   __device__ __forceinline__ void locate_scales(uint32_t page, int64_t slot) {
     if constexpr (Traits::kKeysAre4Bit) {
@@ -181,9 +235,9 @@ class TileLoader {
   __device__ __forceinline__ void look_up() {
     if constexpr (kPaged) {
       page_ = 0;
-      if (token_ < kv_end_) {
-        page_ = static_cast<uint32_t>(tensors_.kv_indices[kv_base_ + page_size_.divide(token_)]);
-      }
+      const uint32_t index = page_size_.divide(token_);
+      slot_ = token_ - index * page_size_.divisor;
+      if (token_ < kv_end_) page_ = static_cast<uint32_t>(tensors_.kv_indices[kv_base_ + index]);
     }
   }
 
@@ -194,10 +248,15 @@ class TileLoader {
   int num_rows_;                 // rows of the located tile from this lane's token on
   uint32_t shared_k_, shared_v_;
   int32_t token_, kv_end_, kv_base_;
-  uint32_t page_ = 0;
+  uint32_t page_ = 0, slot_ = 0;  // of the lane's next token
   int lane_idx_, group_row_;
   bool is_even_;
   Scales scales_;
+  // Where rows are dense: the lane's chunk in the first stage, and the scales of K of its token in
+  // the first page.
+  int num_stages_;
+  uint32_t dense_target_;
+  const char* dense_scales_;
 };
 
 }  // namespace flashinfer

@@ -120,7 +120,8 @@ class OutputWriter : RowWriter<Traits, Params> {
     for (int h = 0; h < 2; ++h) {
       const int row = thread_row<Tile>(0, h);
       if (row >= num_rows_) continue;
-      if (column_warp == 0 && (Tile::kNarrow ? lane_idx < 4 : lane_idx % 4 == 0)) {
+      constexpr int kLanesOfRows = Tile::kTileQ / 2;  // of a narrow tile
+      if (column_warp == 0 && (Tile::kNarrow ? lane_idx < kLanesOfRows : lane_idx % 4 == 0)) {
         sums[part * kRows + row] = float2{state.largest[0][h], state.sum[0][h]};
       }
       if constexpr (!Tile::kNarrow) {
@@ -133,8 +134,10 @@ class OutputWriter : RowWriter<Traits, Params> {
     if constexpr (Tile::kNarrow) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int row = lane_idx % 4 * 2 + e % 2;
+        const int row = thread_row<Tile>(0, e % 2);
         if (row >= num_rows_) continue;
+        // Of a row that stands twice, each copy has the values of its half of the columns alone.
+        if (Tile::kDoublesRows && lane_idx % 4 / 2 != lane_idx / 16) continue;
         float* const target =
             outputs + (part * kRows + row) * kPitch + column_warp * Tile::kWarpDimVO;
 #pragma unroll

@@ -20,7 +20,7 @@ struct QueryFragments {
   __device__ __forceinline__ void load(uint32_t shared_q) {
     const int lane_idx = threadIdx.x % 32;
     if constexpr (Tile::kNarrow) {
-      const uint32_t address = shared_q + lane_idx % 8 * Tile::kPitchQ;
+      const uint32_t address = shared_q + lane_idx % Tile::kTileQ * Tile::kPitchQ;
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
         const int column = step + 1 < kSteps ? lane_idx / 8 : lane_idx / 8 % 2;
@@ -279,6 +279,21 @@ __device__ __forceinline__ void multiply_pv(WarpState<Tile>& state,
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         uint32_t first[4], second[4];  // of the first and the second eight tokens
+        if constexpr (Tile::kDoublesRows) {
+          // A lane's weights are those of one copy of a row, for the half of the columns to which
+          // its scales belong: two products instead of eight.
+          e2m1_to_pairs<Mma>(codes[2 * s], first);
+          e2m1_to_pairs<Mma>(codes[2 * s + 1], second);
+          const uint32_t weights[2] = {ptx::multiply_pair(p[0][0], factors[0][s]),
+                                       ptx::multiply_pair(p[0][1], factors[1][s])};
+#pragma unroll
+          for (int c = 0; c < 4; c += 2) {
+            const uint32_t columns[4] = {first[c], first[c + 1], second[c], second[c + 1]};
+            ptx::mma_m16n8k16<Mma>(state.output[0][j / 2 + 2 * s + c / 2], columns, weights[0],
+                                   weights[1]);
+          }
+          continue;
+        }
         float4_values(codes[2 * s], factors[0][s], first);
         float4_values(codes[2 * s + 1], factors[1][s], second);
         if constexpr (Tile::kNarrow) {

@@ -1,20 +1,25 @@
 // Shapes of an attention tile.
 //
 // A CTA of four warps holds `kTileQ` packed query rows and streams K and V in tiles of 64 tokens.
-// With kTileQ 8 or 16 (decode) the warps share the query rows, and each takes 16 tokens of every
+// With kTileQ 4, 8 or 16 (decode) the warps share the query rows, and each takes 16 tokens of every
 // K/V tile. With kTileQ 64 or 128 each warp takes 16 or 32 query rows and all tokens. In both cases
 // a warp loads 16 tokens of each tile.
 //
-// Tiles of 8 query rows with large heads have two warps for 16 tokens, which take half of the
+// Tiles of 4 or 8 query rows with large heads have two warps for 16 tokens, which take half of the
 // columns of K and V each and exchange their parts of the logits; a tile then has 32 tokens. One
 // warp would have no registers for the output, and three tiles of 64 tokens would not fit.
 //
-// An mma product has 16 rows. Tiles of 8 query rows (narrow) therefore compute both products
+// An mma product has 16 rows. Tiles of up to 8 query rows (narrow) therefore compute both products
 // transposed: the rows are tokens or columns of v, and the 8 columns are the query rows. This takes
 // 16 products instead of 32 for 16 tokens of 128 columns, half the exponentials and half the
 // registers.
 //
-// Measurements, also of what lost: docs/tuning/attention_decode.md.
+// Tiles of 4 query rows, of 4-bit K and V alone, hold each row twice: a column of the product and
+// the one 4 further on have the same weights until those are multiplied by scales of v, of the one
+// or the other half of a lane's columns of v.
+//
+// Measurements, also of what lost: docs/tuning/attention_decode.md,
+// docs/tuning/attention_decode_options.md.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +67,11 @@ struct TileTraits {
   static constexpr int kHeadDimVO = kHeadDimVO_;
   static constexpr int kTileQ = kTileQ_;
   static constexpr bool kSplitKV = kTileQ <= 16;  // the warps share the tokens
-  static constexpr bool kNarrow = kTileQ == 8;
+  static constexpr bool kNarrow = kTileQ <= 8;
+  // Each row stands twice among the 8 columns of a narrow product, so that a factor of p v can
+  // depend on the half of the columns of v in which a lane's output is.
+  static constexpr bool kDoublesRows = kTileQ == 4;
+  static_assert(!kDoublesRows || kKeysAre4Bit, "only scales of 4-bit values need rows twice");
   // Warps that share the columns of the same tokens.
   static constexpr int kColumnStep = kKeysAre4Bit ? 128 : 32;
   static constexpr bool kPairsWarps = kNarrow && (kHeadDimQK > 256 || kHeadDimVO > 256) &&
@@ -106,7 +115,7 @@ struct TileTraits {
   static_assert(kScaleBytesK % 4 == 0 && kScaleBytesV % 4 == 0, "4-bit heads: multiples of 64");
   // padded, since q is copied only once
   static constexpr int kPitchQ = (kHeadDimQK * 2 / 16 | 1) * 16;
-  static constexpr int kBytesQ = kTileQ * kPitchQ;
+  static constexpr int kBytesQ = round_up(kTileQ * kPitchQ, 128);
   static constexpr int kBytesK = kRows * RowsK::kPitch;
   static constexpr int kBytesV = kRows * RowsV::kPitch;
   static constexpr int kBytesBlockScales = kRows * (kScaleBytesK + kScaleBytesV);

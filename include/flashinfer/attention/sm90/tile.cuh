@@ -101,7 +101,7 @@ struct HopperTile {
   // Interface to ../rows.cuh and ../row_writer.cuh: a warp has 16 rows and all tokens.
   static constexpr int kInterleavedTiles = kTransposesV ? 2 : 1;
   static constexpr bool kScalesQuery = kConvertsQuery;
-  static constexpr bool kHidesByMinimum = true;
+  static constexpr bool kHidesByMinimum = true, kDoublesRows = false;
   static constexpr bool kCapsWeights = !kProductsAre8Bit;  // for 8 bits there are no registers
   static constexpr bool kSplitKV = false;
   static constexpr int kWarpRows = 16;

@@ -54,19 +54,30 @@ class WeightConsumer {
     const uint32_t g = lane_idx / 4;
     t_ = lane_idx % 4;
     slice_ = warp_idx % Tile::kSlices;
-    half_ = warp_idx / Tile::kSlices;
+    half_ = warp_idx / Tile::kSlices % Tile::kParts;
+    team_ = warp_idx / Tile::kTeamWarps;
     const uint32_t row = (g & 3) * 2 + (g >> 2);
     row_ = slice_ * 16 + row;
-    const uint32_t chunk = (half_ * 4 + t_) ^ row;
-    codes_ = kept(shared + row_ * Tile::kRowBytes + chunk * 16 + t_ / 2 * 8);
+    const uint32_t chunk = (half_ % 2 * 4 + t_) ^ row;
+    codes_ = kept(shared + (half_ / 2 * Tile::kColumns + row_) * Tile::kRowBytes + chunk * 16 +
+                  t_ / 2 * 8);
     // The scale is of the lane's elements, or of all four lanes'.
-    const uint32_t scale = Tile::kScalesSums ? half_ * (Tile::kStageScaleBytes / 2)
-                                             : (half_ * 4 + t_) * (Tile::kStageScaleBytes / 8);
+    const uint32_t scale = Tile::kScalesSums
+                               ? half_ * (Tile::kStageScaleBytes / Tile::kParts)
+                               : (half_ * 4 + t_) * (Tile::kStageScaleBytes / Tile::kParts / 4);
     scales_ = kept(shared + Tile::kOffsetScales + row_ * Tile::kBoxBytes + scale);
-    const uint32_t activations =
-        shared + Tile::kOffsetActivations + g * Tile::kTokenStride + half_ * 256 + t_ * 64;
-    activations_[0] = kept(activations + t_ / 2 * 32);
-    activations_[1] = kept(activations + (1 - t_ / 2) * 32);
+    if constexpr (Tile::kOnce) {
+      // Lanes of absent tokens read the last one's.
+      const uint32_t tokens = params.box_tokens, token = g < tokens ? g : tokens - 1;
+      const uint32_t line = (half_ * 2 + t_ / 2) * tokens + token;
+      const uint32_t first = (t_ % 2 * 4 + t_ / 2 * 2) ^ (line & 7);
+      activations_[0] = kept(shared + Tile::kOffsetActivations + line * 128 + first * 16);
+    } else {
+      const uint32_t activations =
+          shared + Tile::kOffsetActivations + g * Tile::kTokenStride + half_ * 256 + t_ * 64;
+      activations_[0] = kept(activations + t_ / 2 * 32);
+      activations_[1] = kept(activations + (1 - t_ / 2) * 32);
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -76,11 +87,13 @@ class WeightConsumer {
       Sums sums = {};
       for (uint32_t i = 0; i < stages_.count; ++i) {
         if (stages_.begins_box(i)) ring.advance_box();
-        const uint32_t full = shared_ + Tile::kOffsetBarriers + ring.stage * 8;
-        ptx::mbarrier_wait(full, ring.phase);
-        multiply(ring, stages_.first + i, sums);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full + Tile::kStages * 8);
+        if (Tile::kTeams == 1 || i % Tile::kTeams == team_) {
+          const uint32_t full = shared_ + Tile::kOffsetBarriers + ring.stage * 8;
+          ptx::mbarrier_wait(full, ring.phase);
+          multiply(ring, stages_.first + i, sums);
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full + Tile::kStages * 8);
+        }
         ring.advance();
       }
       finish(work, sums);
@@ -161,6 +174,10 @@ class WeightConsumer {
 
   // Eight activations of a token in the order of the pairs; `j` counts the lane's words.
   __device__ __forceinline__ uint4 load_activations(uint32_t activations, int tile, int j) const {
+    if constexpr (Tile::kOnce) {
+      return pair_activations<Tile::kFormat>(
+          ptx::load_shared_16(((activations_[0] + activations) ^ (j * 16)) + tile * 1024));
+    }
     return pair_activations<Tile::kFormat>(ptx::load_shared_16(
         activations_[j / 2] + activations + tile * 8 * Tile::kTokenStride + j % 2 * 16));
   }
@@ -229,8 +246,8 @@ class WeightConsumer {
   }
 
   __device__ __forceinline__ void finish(const WeightGemmWork& work, const Sums& sums) const {
-    if constexpr (Tile::kSplits > 1) {
-      finish_split(work, sums);
+    if constexpr (Tile::kOnce) {
+      finish_once(work, sums);
       return;
     }
     constexpr int kPair = 64;                    // threads of the two warps with the same rows
@@ -252,14 +269,14 @@ class WeightConsumer {
     }
   }
 
-  // Of a CTA that has a part of k: pushes its sums, and stores the rows that it adds up.
-  __device__ __forceinline__ void finish_split(const WeightGemmWork& work, const Sums& sums) const {
+  // Of a CTA's only tile: pushes the warp's sums, and stores rows that the warp adds up.
+  __device__ __forceinline__ void finish_once(const WeightGemmWork& work, const Sums& sums) const {
     const WeightSplit<Tile> split(shared_);
     __syncwarp();
-    ptx::cluster_wait();  // the barriers of all CTAs exist
+    if (Tile::kSplits > 1) ptx::cluster_wait();  // the barriers of all CTAs exist
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      split.push(box * Tile::kSlices + slice_, half_, sums[box]);
+      split.push(box * Tile::kSlices + slice_, team_ * Tile::kParts + half_, sums[box]);
     }
     const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
     const uint32_t warp_idx = threadIdx.x / 32;
@@ -280,7 +297,7 @@ class WeightConsumer {
   const WeightStages<Tile> stages_;
   const uint32_t shared_;
   float* const partial_;
-  uint32_t slice_, half_, t_, row_;           // row_: of a box, in the first eight of the slice
+  uint32_t slice_, half_, team_, t_, row_;    // row_: of a box, in the first eight of the slice
   uint32_t codes_, scales_, activations_[2];  // of stage 0, for this lane
 };
 

@@ -2,9 +2,10 @@
 // ring of stages in shared memory without a pause, also from one tile to the next, and warps unpack
 // them in registers.
 //
-// One warp loads (weight_producer.cuh), eight multiply (weight_consumer.cuh); CTAs are persistent
-// and take tile after tile (weight_tile.cuh). CTAs of a cluster may split k; they add up their sums
-// in the order of k, so that results repeat bit for bit.
+// One warp loads (weight_producer.cuh), eight or sixteen multiply (weight_consumer.cuh). CTAs take
+// one tile each, if all fit on the GPU at once, or are persistent and take tile after tile
+// (weight_tile.cuh). Sums of the warps, and of CTAs of a cluster that split k, are added up in a
+// fixed order, so that results repeat bit for bit.
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_consumer.cuh>
@@ -17,11 +18,11 @@ __device__ __forceinline__ void init_weight_barriers(uint32_t shared) {
   const uint32_t barriers = shared + Tile::kOffsetBarriers;
   for (int i = 0; i < Tile::kStages; ++i) {
     ptx::mbarrier_init(barriers + i * 8, 1);
-    ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kWarps);
+    ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kTeamWarps);
   }
-  if (Tile::kSplits > 1) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
+  if (Tile::kOnce) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
   ptx::mbarrier_init_fence();
-  if (Tile::kSplits > 1) {
+  if (Tile::kOnce) {
     ptx::mbarrier_arrive_expect(shared + Tile::kOffsetSplitBarrier, WeightSplit<Tile>::bytes());
   }
 }
@@ -40,6 +41,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
   if (threadIdx.x == 32 * Tile::kWarps) {
     ptx::tma_prefetch_map(&params.codes);
     if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
+    if (Tile::kOnce) ptx::tma_prefetch_map(&params.activations);
   }
   // With `starts_early` the offsets were written before the preceding grid began; it lets this one
   // start only after it has waited for them itself.

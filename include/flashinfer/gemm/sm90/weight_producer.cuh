@@ -1,5 +1,6 @@
 // The warp that feeds the multiplying ones: the copy engine brings codes and scales as boxes, and
-// the activations of each token as a piece of its row, wherever that is.
+// the activations of each token as a piece of its row, wherever that is. Tokens of a CTA's only
+// tile are neighbours, whose activations come as a box, too.
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_tile.cuh>
@@ -13,7 +14,8 @@ namespace flashinfer {
 
 struct WeightStreamParams {
   WeightGemmParams gemm;
-  ptx::EncodedTensorMap codes, scales;
+  ptx::EncodedTensorMap codes, scales, activations;
+  uint32_t box_tokens;  // of a box of activations: a tile's that exist
 };
 
 template <typename Tile>
@@ -27,6 +29,10 @@ class WeightProducer {
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (Tile::kOnce) {
+      run_once();
+      return;
+    }
     uint32_t ahead = params_.gemm.starts_early ? load_ahead() : 0;
     WeightRing<Tile> ring;
     WeightGemmWork work;
@@ -54,6 +60,32 @@ class WeightProducer {
   }
 
  private:
+  // One thread loads all stages of the CTA's only tile: a box of each operand. A loop over lanes,
+  // which copy a token each, would take longer than the multiplication of a stage.
+  __device__ __forceinline__ void run_once() {
+    WeightGemmWork work;
+    if (!schedule_.next(work) || !ptx::elect_one()) return;
+    WeightRing<Tile> ring;
+    for (uint32_t i = 0; i < stages_.count; ++i) {
+      const uint32_t barrier = full(ring.stage), stage = stages_.first + i;
+      const bool begins_box = stages_.begins_box(i);
+      if (begins_box) ring.advance_box();
+      ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
+      ptx::mbarrier_arrive_expect(barrier, Tile::kStageBytes +
+                                               (begins_box ? Tile::kScaleBytes : 0) +
+                                               params_.box_tokens * Tile::kTokenBytes);
+      ptx::tma_load_hinted(shared_ + ring.stage * Tile::kStageBytes, &params_.codes, barrier, 0,
+                           work.column, stage * (Tile::kParts / 2), policy_);
+      ptx::tma_load(shared_ + Tile::kOffsetActivations + ring.stage * Tile::kActivationBytes,
+                    &params_.activations, barrier, 0, work.row, stage * (Tile::kParts * 2));
+      if (begins_box) {
+        ptx::tma_load(shared_ + Tile::kOffsetScales + ring.box * Tile::kScaleBytes, &params_.scales,
+                      barrier, stage / Tile::kBoxStages * Tile::kBoxStep, work.column, 0);
+      }
+      ring.advance();
+    }
+  }
+
   __device__ __forceinline__ uint32_t full(uint32_t stage) const {
     return shared_ + Tile::kOffsetBarriers + stage * 8;
   }
@@ -113,10 +145,8 @@ class WeightProducer {
       if (!begins_box) continue;
       ptx::tma_load(shared_ + Tile::kOffsetScales + ring.box * Tile::kScaleBytes +
                         box * Tile::kBoxRows * Tile::kBoxBytes,
-                    &params_.scales, barrier,
-                    stage / Tile::kBoxStages *
-                        (Tile::kBoxBytes / static_cast<int>(sizeof(typename Tile::Scale))),
-                    row, work.group);
+                    &params_.scales, barrier, stage / Tile::kBoxStages * Tile::kBoxStep, row,
+                    work.group);
     }
   }
 

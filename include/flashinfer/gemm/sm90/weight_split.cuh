@@ -1,6 +1,6 @@
-// Split products: the CTAs of a cluster sum a part of k each, for one tile of D. Each warp pushes
-// its sums, 16 rows of the weights at a time, to the CTA that adds these rows up in the order of k.
-// Nobody waits for others but the warps that add up.
+// Sums of a CTA's only tile, or of a cluster's, whose CTAs sum a part of k each. Each warp pushes
+// its sums, 16 rows of the weights at a time, to the CTA that adds these rows up, in the order of
+// CTAs and of their warps. Nobody waits for others but the warps that add up.
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_tile.cuh>
@@ -25,7 +25,7 @@ class WeightSplit {
 
   // Bytes that all CTAs, this one too, push to this one.
   __device__ __forceinline__ static uint32_t bytes() {
-    return blocks() * kSplits * Tile::kParts * Tile::kBlockBytes;
+    return blocks() * kSplits * Tile::kSources * Tile::kBlockBytes;
   }
 
   // The first row of block `i` of this CTA, within the tile.
@@ -36,7 +36,7 @@ class WeightSplit {
   // Pushes a warp's sums of a block, for each eight tokens, to the CTA that adds them up.
   __device__ __forceinline__ void push(uint32_t block, uint32_t part,
                                        const float (&sums)[Tile::kTokenTiles][4]) const {
-    const uint32_t source = ptx::cluster_rank() * Tile::kParts + part;
+    const uint32_t source = ptx::cluster_rank() * Tile::kSources + part;
 #pragma unroll
     for (int tile = 0; tile < Tile::kTokenTiles; ++tile) {
       ptx::store_remote(address(block / kSplits, source, tile), full_, block % kSplits, sums[tile]);
@@ -49,7 +49,7 @@ class WeightSplit {
 #pragma unroll
     for (float& x : sum) x = 0.f;
 #pragma unroll 4
-    for (uint32_t source = 0; source < kSplits * Tile::kParts; ++source) {
+    for (uint32_t source = 0; source < kSplits * Tile::kSources; ++source) {
       const uint4 bits = ptx::load_shared_16(address(i, source, tile));
       sum[0] += __uint_as_float(bits.x);
       sum[1] += __uint_as_float(bits.y);
@@ -60,7 +60,7 @@ class WeightSplit {
 
  private:
   __device__ __forceinline__ uint32_t address(uint32_t i, uint32_t source, uint32_t tile) const {
-    return sums_ + (i * kSplits * Tile::kParts + source) * Tile::kBlockBytes + tile * 512 +
+    return sums_ + (i * kSplits * Tile::kSources + source) * Tile::kBlockBytes + tile * 512 +
            threadIdx.x % 32 * 16;
   }
 

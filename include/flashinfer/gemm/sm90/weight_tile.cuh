@@ -1,9 +1,14 @@
 // Shapes and shared memory of the products that stream 4-bit weights on Hopper
 // (gemm/sm90/weight_kernel.cuh).
 //
-// A stage is 128 bytes of 128 rows of the weights, which are 256 elements of k, with the scales and
-// activations of these. Eight warps multiply: each has 32 of the rows and 64 of the bytes. The
-// warps of the two halves add up their sums when a tile is done.
+// A stage is 16 KiB of the weights: 128 bytes of 128 rows, which are 256 elements of k, or more
+// bytes of fewer rows, with the scales and activations of these. Eight warps multiply it, a team:
+// each has 32 of the rows and 64 bytes of these. Warps with the same rows add up their sums when a
+// tile is done.
+//
+// A product whose tiles fit on the GPU at once has them visited once: a CTA ends with its tile.
+// These tiles have the rows that leave no SM idle, and may have two teams, which take turns at
+// stages. Else CTAs are persistent and take tile after tile of 128 rows.
 #pragma once
 
 #include <flashinfer/gemm/activation.cuh>
@@ -13,7 +18,8 @@
 
 namespace flashinfer {
 
-// Config: as of WeightGemmTile; kWarps is 8.
+// Config: as of WeightGemmTile; kWarps is eight of each team; kColumns: rows of the weights of a
+// tile that is its CTA's only one, 0 for persistent CTAs.
 template <typename Config>
 struct WeightStreamTile : Config {
   using Config::kFormat, Config::kGroup, Config::kTokens, Config::kSplits;
@@ -21,19 +27,23 @@ struct WeightStreamTile : Config {
   using Codes = WeightCodes<kFormat, typename Config::A>;
   static_assert(Codes::kBits == 4 && Codes::kIsBfloat);
 
-  static constexpr int kSlices = 4, kHalves = 2;  // of rows, and of a stage's k
-  static constexpr int kWarps = kSlices * kHalves;
-  static_assert(Config::kWarps == kWarps);
+  static constexpr bool kOnce = Config::kColumns != 0;
+  static constexpr int kColumns = kOnce ? Config::kColumns : 128;  // columns of D
+  // Warps of a team: of rows, and of a stage's k.
+  static constexpr int kSlices = kColumns / 32, kParts = 8 / kSlices, kTeamWarps = 8;
+  static constexpr int kWarps = Config::kWarps, kTeams = kWarps / kTeamWarps;
+  static_assert(kSlices * kParts == kTeamWarps && kTeams * kTeamWarps == kWarps);
+  static_assert(kOnce || (kTeams == 1 && kSplits == 1));
   static constexpr int kThreads = 32 * kWarps + 32;  // one warp loads
-  static constexpr int kColumns = 128;               // rows of the weights, columns of D
-  static constexpr int kBoxRows = 64, kBoxes = 2;    // of which a gated tile has gates in one
-  static_assert(kBoxRows * kBoxes == kColumns && kBoxRows == 16 * kSlices);
+  // Boxes of rows, of which a gated tile has gates in one.
+  static constexpr int kBoxRows = kColumns / 2, kBoxes = 2;
+  static_assert(kBoxRows == 16 * kSlices);
   static constexpr bool kGated = is_gated(Config::kActivation);
   static constexpr int kOutColumns = kGated ? kColumns / 2 : kColumns;
   static constexpr int kTokenTiles = kTokens / 8;
   static_assert(kTokenTiles * 8 == kTokens && kTokens <= 32);
 
-  static constexpr int kRowBytes = 128, kTileK = 256;
+  static constexpr int kRowBytes = 128, kTileK = 128 * kParts;
   // A lane has 16 bytes of a row, 32 elements: all of a scale's for MXFP4. So codes are multiplied
   // by their scales, and the tensor cores sum what belongs to different ones.
   static constexpr bool kScalesPairs = Codes::kIsFloat4;
@@ -45,39 +55,44 @@ struct WeightStreamTile : Config {
 
   // Scales come in boxes of 16 bytes of each row, which are those of some stages.
   static constexpr bool kHasBoxes = kGroup != 0;
-  static constexpr int kBoxBytes = 16;
   static constexpr int kStageScaleBytes =
-      kHasBoxes ? kTileK / (kGroup ? kGroup : 1) * static_cast<int>(sizeof(Scale)) : kBoxBytes;
+      kHasBoxes ? kTileK / (kGroup ? kGroup : 1) * static_cast<int>(sizeof(Scale)) : 16;
+  static constexpr int kBoxBytes = kStageScaleBytes < 16 ? 16 : kStageScaleBytes;
+  // Boxes begin at multiples of 16 bytes. A team sees the scales of its own stages' barriers alone,
+  // so each stage of teams has a box of its own.
   static constexpr uint32_t kBoxStages = kBoxBytes / kStageScaleBytes;
-  static_assert(kBoxStages * kStageScaleBytes == kBoxBytes);
+  static_assert(kBoxBytes % kStageScaleBytes == 0);
+  static constexpr int kBoxStep = kBoxStages * kStageScaleBytes / static_cast<int>(sizeof(Scale));
 
-  static constexpr int kStageBytes = kColumns * kRowBytes;
+  static constexpr int kStageBytes = kColumns * kTileK / 2;
   static constexpr int kScaleBytes = kHasBoxes ? kColumns * kBoxBytes : 0;
   // Rows of activations are 16 bytes longer than the copies, for the banks of different tokens.
-  static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + 16;
+  // The activations of a CTA's only tile come as one box, 128 bytes of all tokens at a time, with
+  // the 128-byte swizzle.
+  static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + (kOnce ? 0 : 16);
   static constexpr int kActivationBytes = kTokens * kTokenStride;
-  // Sums of a tile: by token and row where its CTA adds them up alone; else as warps push them to
-  // the CTA that adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
-  static constexpr int kParts = kHalves, kSumStride = kColumns + 4;
+  // Sums of a tile: by token and row in persistent CTAs; else as warps push them to the CTA that
+  // adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
+  static constexpr int kSumStride = kColumns + 4, kSources = kParts * kTeams;
   static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
   static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
-  static constexpr int kSumBytes = kSplits == 1 ? kParts * kTokens * kSumStride * 4
-                                                : kOwnedBlocks * kSplits * kParts * kBlockBytes;
-  static_assert(kSplits == 1 || !kGated, "a warp has gates and values in different blocks");
+  static constexpr int kSumBytes =
+      !kOnce ? kParts * kTokens * kSumStride * 4 : kOwnedBlocks * kSplits * kSources * kBlockBytes;
+  static_assert(!kOnce || !kGated, "a warp has gates and values in different blocks");
   static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
-  // Only products of one CTA a tile are in groups.
-  static constexpr int kMaxGroups = 1024, kTableBytes = kSplits == 1 ? (kMaxGroups + 4) * 4 : 0;
+  // Only products of persistent CTAs are in groups.
+  static constexpr int kMaxGroups = 1024, kTableBytes = !kOnce ? (kMaxGroups + 4) * 4 : 0;
 
-  static constexpr int kLeastCtas = kTokens <= 16 ? 2 : 1;  // of an SM
+  static constexpr int kLeastCtas = kTokens <= 16 ? 2 / kTeams : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
   static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes - 8) /
                                         (kStageBytes + kScaleBytes + kActivationBytes + 16);
   static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
   static_assert(kStages >= 2);
 
-  static constexpr int kOffsetScales = kStages * kStageBytes;
-  static constexpr int kOffsetActivations = kOffsetScales + kStages * kScaleBytes;
-  static constexpr int kOffsetSums = kOffsetActivations + kStages * kActivationBytes;
+  static constexpr int kOffsetActivations = kStages * kStageBytes;
+  static constexpr int kOffsetScales = kOffsetActivations + kStages * kActivationBytes;
+  static constexpr int kOffsetSums = kOffsetScales + kStages * kScaleBytes;
   static constexpr int kOffsetTable = kOffsetSums + kSumBytes;
   static constexpr int kOffsetBarriers = kOffsetTable + kTableBytes;
   // Two barriers of each stage, and one that other CTAs' sums complete.
@@ -108,7 +123,7 @@ struct WeightStages {
   uint32_t first, count;
 
   __device__ __forceinline__ explicit WeightStages(uint32_t k) {
-    const uint32_t stages = k / Tile::kTileK;
+    const uint32_t stages = ceil_div<uint32_t>(k, Tile::kTileK);  // the last may be a part
     const uint32_t split = Tile::kSplits > 1 ? ptx::cluster_rank() : 0;
     first = stages * split / Tile::kSplits;
     count = stages * (split + 1) / Tile::kSplits - first;
@@ -116,12 +131,13 @@ struct WeightStages {
 
   // Whether stage `i` of this CTA needs another box of scales than the one before.
   __device__ __forceinline__ bool begins_box(uint32_t i) const {
-    return Tile::kHasBoxes && (i == 0 || (first + i) % Tile::kBoxStages == 0);
+    return Tile::kHasBoxes && (Tile::kTeams > 1 || i == 0 || (first + i) % Tile::kBoxStages == 0);
   }
 };
 
 // The tiles that a cluster computes: of all, numbered so that tiles of the same weights are
-// neighbours, every one after the number of clusters. Producer and consumers each have one.
+// neighbours, every one after the number of clusters; a single one where CTAs have one tile.
+// Producer and consumers each have such a schedule.
 template <typename Tile>
 class WeightSchedule {
  public:
@@ -169,8 +185,11 @@ class WeightSchedule {
     const uint32_t within = index_ - first * columns_, column = within / tiles;
     GroupRows rows = {0, static_cast<int32_t>(params_.m)};
     if (params_.offsets != nullptr) rows = group_rows(params_, group);
-    work = {group, rows.begin + (within - column * tiles) * Tile::kTokens,
-            static_cast<uint32_t>(rows.end), column * Tile::kOutColumns};
+    uint32_t row = rows.begin + (within - column * tiles) * Tile::kTokens;
+    // A box of activations ends with the last token: the copy engine fills up missing ones slowly.
+    // Tokens of two tiles get the same sums twice.
+    if (Tile::kOnce && tiles > 1) row = min(row, params_.m - Tile::kTokens);
+    work = {group, row, static_cast<uint32_t>(rows.end), column * Tile::kOutColumns};
     index_ += gridDim.x / Tile::kSplits;
     return true;
   }
