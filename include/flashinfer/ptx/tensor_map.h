@@ -43,8 +43,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// Whether the thread has the context that the driver's encoder wants. A thread that has made no call
-// of the runtime has none, though its device may be in use by others.
+// Whether the thread has the context that the driver's encoder wants. A thread that has made no
+// call of the runtime has none, though its device may be in use by others.
 inline bool has_context() {
   thread_local const bool has = [] {
     int device = 0;
