@@ -1,7 +1,6 @@
 // Arguments of plans that are made on the device (tile_row.cuh). Plain C++.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/scheduler/work.h>
@@ -40,9 +39,9 @@ struct DevicePlanParams {
 // Finds what follows from the other fields. Most calls decode by a table of pages, without a
 // window: little is then to be computed before the first key, which waits for it.
 inline void finish_device_plan(DevicePlanParams& p) {
-  p.by_columns = FastDivisor(std::max(p.num_columns, 1));
+  p.by_columns = FastDivisor(p.num_columns > 1 ? p.num_columns : 1);
   const int64_t room = int64_t{p.pages_per_request} * p.page_size;
-  p.most_kv_len = static_cast<int32_t>(std::min<int64_t>(room, INT32_MAX));
+  p.most_kv_len = room < INT32_MAX ? static_cast<int32_t>(room) : INT32_MAX;
   const bool is_plain = p.qo_indptr == nullptr && p.kv_indptr == nullptr && p.kv_len != nullptr &&
                         p.window_left < 0 && p.tiles_per_request.divisor == 1 &&
                         p.qo_tokens >= int64_t{p.batch_size} * p.qo_len;
