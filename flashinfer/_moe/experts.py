@@ -20,7 +20,6 @@ from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
 from . import four_bit
 from .maps import RowMap, combine, map_rows
-from .together import build_together
 from .tuning import compute_batches
 from .workspace import MixtureShape, allocate
 
@@ -120,7 +119,10 @@ class Experts:
             self._compute(x, chosen, weights, out, None, enable_pdl)
 
         def products(tokens: int) -> tuple[GemmProblem, GemmProblem]:
-            return self._problems(tokens * chosen.shape[1], x.dtype, out.dtype)
+            rows = tokens * chosen.shape[1]
+            code = self.fc1.dtype if self.scheme in ("tensor", "block") else x.dtype
+            first = self._problem(rows, code, self.fc1, code, self.activation, gathers=True)
+            return first, self._problem(rows, code, self.fc2, out.dtype)
 
         compute_batches(kind, compute, products, x, chosen, out, everywhere, most)
 
@@ -144,9 +146,6 @@ class Experts:
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
-        first, second = self._problems(tokens * top_k, x.dtype, out.dtype)
-        if self.scheme != "four_bit" and x.is_cuda:
-            build_together(first, second, x.dtype, chosen.dtype)
         map_rows(chosen, self.first_expert, experts, enable_pdl, rows)
         if self.scheme == "block":
             codes = buffers["input"], buffers["input_scale"]
@@ -154,9 +153,8 @@ class Experts:
         if self.scheme == "four_bit":
             self._multiply_four_bit(buffers["rows"], buffers["hidden"], x, rows, enable_pdl)
         else:
-            between = buffers["hidden"], hidden_scale
-            self._first(first, between, x, x_scale, rows, enable_pdl)
-            self._second(second, buffers["rows"], between, rows, enable_pdl)
+            self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
+            self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
         combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
         return out
 
@@ -198,23 +196,25 @@ class Experts:
 
     def _first(
         self,
-        problem: GemmProblem,
-        out: tuple[torch.Tensor, torch.Tensor | None],
+        out: torch.Tensor,
         x: torch.Tensor,
         x_scale: torch.Tensor | None,
+        hidden_scale: torch.Tensor | None,
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The gathered product, activated and quantised; `out`: its rows and their scales."""
+        """The gathered product, activated and quantised."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (x_scale, self.scales[0], out[1])
+            scales = (x_scale, self.scales[0], hidden_scale)
         elif self.scheme == "tensor":
             scales = (None, self.scales[0], self.scales[1])
         launch(
-            problem,
+            self._problem(
+                out.shape[0], x.dtype, self.fc1, out.dtype, self.activation, gathers=True
+            ),
             "fc1",
-            out[0],
+            out,
             x,
             self.fc1,
             scales,
@@ -228,23 +228,23 @@ class Experts:
 
     def _second(
         self,
-        problem: GemmProblem,
         out: torch.Tensor,
-        hidden: tuple[torch.Tensor, torch.Tensor | None],
+        hidden: torch.Tensor,
+        hidden_scale: torch.Tensor | None,
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The product of each row of `hidden`, which are rows and their scales."""
+        """The product of each row of `hidden`."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (hidden[1], self.scales[1])
+            scales = (hidden_scale, self.scales[1])
         elif self.scheme == "tensor":
             scales = (None, self.scales[2])
         launch(
-            problem,
+            self._problem(out.shape[0], hidden.dtype, self.fc2, out.dtype),
             "fc2",
             out,
-            hidden[0],
+            hidden,
             self.fc2,
             scales,
             bias=self.biases[1],
@@ -252,14 +252,6 @@ class Experts:
             layout=STARTS_EARLY,
             enable_pdl=enable_pdl,
         )
-
-    def _problems(
-        self, rows: int, dtype: torch.dtype, dtype_out: torch.dtype
-    ) -> tuple[GemmProblem, GemmProblem]:
-        """Both products of `rows` choices of tokens of `dtype`."""
-        code = self.fc1.dtype if self.scheme in ("tensor", "block") else dtype
-        first = self._problem(rows, code, self.fc1, code, self.activation, gathers=True)
-        return first, self._problem(rows, code, self.fc2, dtype_out)
 
     def _problem(
         self,
