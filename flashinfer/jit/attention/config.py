@@ -274,6 +274,7 @@ def choose_tile_q(
     )
 
 
+@functools.cache
 def decode_tile_q(rows: int, head_dim: int, dtype_kv: torch.dtype) -> int:
     """Packed query rows of a tile for requests of equal lengths.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..specs import Const, Tensor, Var
+from ..specs import Const, Scalar, Tensor, Var
 from ..template import TraceTemplate
 
 _HALF = ("bfloat16", "float16")
@@ -176,6 +176,9 @@ moe_grouped_gemm_cutedsl_trace = TraceTemplate(
         "a_scale": Tensor(["k_blocks", "rows"], dtype="float32"),
         "b_scale": Tensor(["groups", "n_blocks", "k_blocks"], dtype="float32"),
         "masked_m": Tensor(["groups"], dtype="int32", description="Valid rows of each expert."),
+        "expected_m": Scalar(
+            "int32", optional=True, description="Rows that an expert typically has: a hint."
+        ),
     },
     outputs={
         "out": Tensor(["groups", "m", "n"], dtype="bfloat16", dtypes=_FLOATS, param="out"),
