@@ -11,12 +11,17 @@ __device__ __forceinline__ void count_done(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+// Returns a counter, and acquires what was released by then.
+__device__ __forceinline__ uint32_t see_count(const uint32_t* counter) {
+  uint32_t count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+
 // Waits until a counter is at least `count`, and acquires what was released by then.
 __device__ __forceinline__ void wait_done(const uint32_t* counter, uint32_t count) {
-  uint32_t done;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(counter) : "memory");
-  } while (done < count);
+  while (see_count(counter) < count) {
+  }
 }
 
 // Adds to a counter and returns what it was: releases what is written so far, as count_done() does,
@@ -28,12 +33,6 @@ __device__ __forceinline__ uint32_t count_and_see(uint32_t* counter, uint32_t am
                : "l"(counter), "r"(amount)
                : "memory");
   return before;
-}
-
-__device__ __forceinline__ uint32_t see_count(const uint32_t* counter) {
-  uint32_t count;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-  return count;
 }
 
 // A counter of events alone, which says nothing about memory.
