@@ -1,4 +1,4 @@
-"""Checks that the products share."""
+"""Checks that the products share, and how cuBLASLt gets a scale."""
 
 from __future__ import annotations
 
@@ -41,3 +41,10 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
             raise ValueError(
                 f"`{name}` must be on {reference.device} as `{first}` is, got {tensor.device}"
             )
+
+
+def aligned_scale(scale: torch.Tensor) -> torch.Tensor:
+    """`scale`, of one element, at an address that cuBLASLt takes: it refuses those that are not on
+    16 bytes."""
+    scale = scale.reshape(())
+    return scale if scale.data_ptr() % 16 == 0 else scale.clone()

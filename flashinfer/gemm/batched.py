@@ -14,7 +14,7 @@ from .._instrument.decorator import flashinfer_api
 from ..autotuner.autotuner import AutoTuner
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.gemm import bmm_fp8_trace
-from ._checks import check_out, check_same_device
+from ._checks import aligned_scale, check_out, check_same_device
 from ._choice import GemmProblem
 from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel, launch
 from ._tuning import choose_product
@@ -176,12 +176,6 @@ def _cublas(
     *_: Any,
 ) -> None:
     """The products by cuBLASLt, one after the other."""
-    factors = _aligned(scales[0]), _aligned(scales[1])
+    factors = aligned_scale(scales[0]), aligned_scale(scales[1])
     for a, b, product in zip(A, B, out, strict=True):
         torch._scaled_mm(a, b, *factors, out_dtype=out.dtype, use_fast_accum=True, out=product)
-
-
-def _aligned(scale: torch.Tensor) -> torch.Tensor:
-    """`scale` at an address that cuBLASLt takes: it refuses those that are not on 16 bytes."""
-    scale = scale.reshape(())
-    return scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()

@@ -14,7 +14,7 @@ from .._instrument.decorator import flashinfer_api
 from ..autotuner.autotuner import AutoTuner
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.fp8_products import fp8_linear_trace, grouped_mm_fp8_trace, mm_fp8_trace
-from ._checks import check_out, check_same_device
+from ._checks import aligned_scale, check_out, check_same_device
 from ._choice import GemmProblem
 from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel, launch
 from ._tuning import choose_product
@@ -171,9 +171,7 @@ def _cublas(
 ) -> None:
     """The product by cuBLASLt."""
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    scale = one if scales[0] is None else scales[0].reshape(())
-    if scale.data_ptr() % 16:  # cuBLASLt refuses it
-        scale = scale.clone()
+    scale = one if scales[0] is None else aligned_scale(scales[0])
     torch._scaled_mm(a, b, scale, one, out_dtype=out.dtype, use_fast_accum=True, out=out)
 
 
