@@ -15,7 +15,7 @@ cudaError_t selective_state(const SelectiveStateParams& params, int num_sms, int
                            FLASHINFER_CFG_TIED, FLASHINFER_CFG_STOCHASTIC>;
   if constexpr (kHasSelectiveStep<Traits>) {
     if (takes_selective_state_step<Traits>(params, schedule)) {
-      return launch_selective_state_step<Traits>(params, enable_pdl, stream);
+      return launch_selective_state_step<Traits>(params, num_sms, enable_pdl, stream);
     }
   }
   return launch_selective_state<Traits>(params, num_sms, schedule, enable_pdl, stream);

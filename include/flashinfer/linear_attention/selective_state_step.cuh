@@ -258,12 +258,19 @@ cudaError_t launch_selective_state_step_shape(const SelectiveStateParams& params
                        enable_pdl, selective_state_step_params(params));
 }
 
-// Two rows of 16 bits keep as many bytes in flight as one of 32.
+// Threads have 128 bytes of the state in flight; where that leaves SMs with little to do, they have
+// a quarter of it.
 template <typename Traits>
-cudaError_t launch_selective_state_step(const SelectiveStateParams& params, bool enable_pdl,
-                                        cudaStream_t stream) {
-  constexpr int kRows = sizeof(typename Traits::StateT) == 2 ? 4 : 2;
-  using Shape = SelectiveStateStepShape<Traits, 8, kRows, 128>;
+cudaError_t launch_selective_state_step(const SelectiveStateParams& params, int num_sms,
+                                        bool enable_pdl, cudaStream_t stream) {
+  constexpr int kLanes = 32, kThreads = 128;
+  constexpr int kRows = 8 / RowLayout<typename Traits::StateT, Traits::kDState, kLanes>::kVecs;
+  using Shape = SelectiveStateStepShape<Traits, kLanes, kRows, kThreads>;
+  using Small = SelectiveStateStepShape<Traits, kLanes, kRows / 4, kThreads>;
+  const int64_t rows = int64_t{params.batch_size} * params.num_heads * params.dim;
+  if (rows <= 4 * Shape::kCtaRows * int64_t{num_sms}) {
+    return launch_selective_state_step_shape<Small>(params, enable_pdl, stream);
+  }
   return launch_selective_state_step_shape<Shape>(params, enable_pdl, stream);
 }
 

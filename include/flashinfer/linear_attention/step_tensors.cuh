@@ -24,7 +24,7 @@ struct StepSlots {
   uint32_t batch_stride;
   bool is_int64;
 
-  // Of slots that are there.
+  // `data` must not be null.
   __device__ __forceinline__ int64_t at(uint32_t batch) const {
     const uint64_t i = uint64_t{batch} * batch_stride;
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
