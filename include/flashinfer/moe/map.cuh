@@ -101,8 +101,7 @@ __global__ void __launch_bounds__(32 * kMoeMapWarps)
   uint32_t* const own = counts + threadIdx.x / 32 * num_experts;
   for (uint32_t i = threadIdx.x; i < num_warps * num_experts; i += blockDim.x) counts[i] = 0;
   __syncthreads();
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
 
   const detail::MoeChoices<Id> choices(params);
   choices.for_each([&](uint32_t, uint32_t expert, uint32_t peers) {
