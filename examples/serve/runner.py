@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,6 +22,18 @@ from .table import Settings, Table
 WORKSPACE_BYTES = 128 << 20
 SCORED_ROWS = 256  # of which logits are in memory at a time: half a megabyte each
 UNKNOWN = (-1,)  # tokens of a chunk whose token is still being drawn
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """No cycle of objects is collected meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass
@@ -346,7 +359,9 @@ class Runner:
             logits = self._compute(graph)
         torch.cuda.current_stream().wait_stream(stream)
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        # A capture ends in an error where other threads, or the collector that frees a former
+        # graph, make calls that it forbids.
+        with garbage_kept(), torch.cuda.graph(captured, capture_error_mode="thread_local"):
             graph.rows = self._compute(graph)
         graph.graph = captured
         return logits
