@@ -2,22 +2,22 @@
 
 A package compiles a kernel at its first call, or at the plan for it, and the calls of a step follow
 each other. So batches of every shape that selects a kernel are planned by a thread each, and each
-part of each kind of layer is called by another one; threads that need the same kernel wait for the
-first of them. This takes public names alone, and holds for every model.
+part of each kind of layer is called by another one, on tensors of its own; threads that need the
+same kernel wait for the first of them. This takes public names alone, and holds for every model.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import Any
 
 import torch
 
 from .model import Model
 from .runner import Chunk, Runner
-from .sampling import SamplingParams, sample
+from .sampling import SamplingParams, steps
 
 # Values that select a kernel: the rows of attention (tokens times heads per KV head: powers of two
 # meet every tile, of up to 32 heads) and the filters of a batch.
@@ -28,11 +28,21 @@ SAMPLING = (
     SamplingParams(top_k=20, top_p=0.9, max_tokens=2),
     SamplingParams(top_k=20, top_p=0.9, min_p=0.1, max_tokens=2),
 )
-_THREADS = 16
+# Rows of a step that select a kernel of products, beside single ones: of a short and a long prompt,
+# and those between, which the first token does without.
+FIRST_ROWS = (128, 1000)
+ROWS = (16, 32, 64, *FIRST_ROWS)
+_THREADS = 32  # they wait for compilers
 _WORKSPACE_BYTES = 32 << 20
 
 
-def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invariant: bool) -> None:
+def compile_all(
+    model: Model,
+    page_size: int,
+    kv_dtype: torch.dtype,
+    batch_invariant: bool,
+    rows: Sequence[int] = FIRST_ROWS,
+) -> None:
     """Call everything once, on tensors of its own.
 
     Parameters
@@ -45,6 +55,8 @@ def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invar
         Type of the cache.
     batch_invariant : bool
         As of the engine.
+    rows : sequence of int
+        How many rows products get, beside single ones.
     """
     longest = min(max(PROMPTS), model.config.max_positions)
     pages = -(-longest // page_size)
@@ -58,16 +70,18 @@ def compile_all(model: Model, page_size: int, kv_dtype: torch.dtype, batch_invar
         with first.backend(), torch.no_grad():  # both hold in their own thread alone
             return call()
 
-    def plan(number: int, lengths: tuple[int, ...]) -> list[Callable[[], Any]]:
-        return list(_layers(model, runner(), lengths, only_attention=number > 1))
+    def attend(lengths: tuple[int, ...]) -> list[Callable[[], Any]]:
+        return list(_layers(model, runner(), lengths, attends=True))
+
+    def rest() -> Iterator[Callable[[], Any]]:
+        yield from steps(torch.zeros(1, model.config.vocab_size, device=model.device))
+        for length in (1, *(length for length in rows if length <= longest)):
+            yield from _layers(model, first, (length,), attends=False)
 
     first = runner()
     with ThreadPoolExecutor(_THREADS) as pool:
-        plans = [
-            pool.submit(run, functools.partial(plan, number, lengths))
-            for number, lengths in enumerate(_batches(longest))
-        ]
-        started = [pool.submit(run, call) for call in _sampling(model)]
+        plans = [pool.submit(run, partial(attend, lengths)) for lengths in _batches(longest)]
+        started = run(lambda: [pool.submit(run, call) for call in rest()])
         for planned in as_completed(plans):
             started += [pool.submit(run, call) for call in planned.result()]
         for future in started:
@@ -82,32 +96,29 @@ def _batches(longest: int) -> Iterator[tuple[int, ...]]:
 
 
 def _layers(
-    model: Model, runner: Runner, lengths: tuple[int, ...], only_attention: bool
+    model: Model, runner: Runner, lengths: tuple[int, ...], attends: bool
 ) -> Iterator[Callable[[], Any]]:
-    """The parts of each kind of layer, and the norms."""
+    """Attention of each kind of layer, planned here, or the other parts and the norms."""
     pages = range(runner.num_pages)
     # They may share pages: nobody reads the results.
     chunks = [Chunk([0] * n, 0, pages, slot=slot) for slot, n in enumerate(lengths)]
-    batch = runner.prepare(chunks)
+    batch = runner.prepare(chunks, plans=attends)
     x = torch.zeros(
         len(batch.tokens), model.config.hidden_size, dtype=model.dtype, device=model.device
     )
-    if not only_attention:
+    if not attends:
         yield lambda: model.norm(x)
         yield lambda: model.norm.add(x.clone(), x.clone())
+        if model.rounds:
+            yield lambda: model.norm.add_rounded(x.clone(), x.clone())
     seen = set()
     for block, cache in zip(model.blocks, runner.caches, strict=True):
         kind = (type(block.body), block.body.spec)
         if kind not in seen:
             seen.add(kind)
-            parts = block.body.parts(x, batch, cache)
-            if not only_attention:
-                yield from parts
-            elif block.body.spec is not None:
-                yield parts[-1]
-
-
-def _sampling(model: Model) -> Iterator[Callable[[], Any]]:
-    logits = torch.zeros(1, model.config.vocab_size, device=model.device)
-    for params in SAMPLING:
-        yield lambda params=params: sample(logits, [params], [0], [0])
+            *parts, last = block.body.parts(x, batch, cache)
+            has_plan = block.body.spec is not None
+            if attends and has_plan:
+                yield last
+            elif not attends:
+                yield from parts if has_plan else (*parts, last)

@@ -237,14 +237,18 @@ class Runner:
         table.kv_indices.copy_(torch.frombuffer(pages, dtype=torch.int32))
         return table
 
-    def _on_device(self, host: Table, count: int, decodes: bool) -> tuple[Table, Batch]:
+    def _on_device(
+        self, host: Table, count: int, decodes: bool, plans: bool = True
+    ) -> tuple[Table, Batch]:
         packed = host.packed.to(self.model.device, non_blocking=True)
         table = Table.divide(packed, len(host.lengths), len(host.tokens))
+        wrappers = self._decode if decodes else self._prefill
+        if plans:
+            self._plan(wrappers, host, table.kv_indices, host.qo_indptr)
         batch = self._batch(table, count, decodes)
+        batch.attention = wrappers
         if self._states and not decodes:
             self._divide(batch, host)
-        batch.attention = self._decode if decodes else self._prefill
-        self._plan(batch.attention, host, table.kv_indices, host.qo_indptr)
         return table, batch
 
     def _divide(self, batch: Batch, host: Table) -> None:
@@ -257,11 +261,14 @@ class Runner:
         singles_ = torch.tensor(singles, dtype=torch.int64, pin_memory=on_gpu)
         batch.singles = singles_.to(self.model.device, non_blocking=True)
 
-    def prepare(self, chunks: Sequence[Chunk]) -> Batch:
-        """What the layers of a step get, for calls of single layers."""
+    def prepare(self, chunks: Sequence[Chunk], plans: bool = True) -> Batch:
+        """What the layers of a step get, for calls of single layers.
+
+        `plans`: attention is planned, too; what calls none needs no plan.
+        """
         count = sum(len(chunk.tokens) for chunk in chunks)
         host = self._table(chunks, len(chunks), round_up(count, self._tile))
-        return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks))[1]
+        return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks), plans)[1]
 
     def _batch(self, table: Table, attended: int, decodes: bool) -> Batch:
         batch_indices, positions = kernels.get_batch_indices_positions(

@@ -125,8 +125,7 @@ __global__ void __launch_bounds__(32 * kMoeMapWarps)
     moe_map_kernel(const __grid_constant__ MoeMapParams params) {
   extern __shared__ uint32_t moe_map_shared[];
   if (params.num_entries <= kMoeMapFew) {
-    ptx::grid_dependency_wait();
-    ptx::grid_launch_dependents();
+    ptx::grid_launch_and_wait();
     detail::map_few<Id>(params, moe_map_shared);
     return;
   }
@@ -137,8 +136,7 @@ __global__ void __launch_bounds__(32 * kMoeMapWarps)
   uint32_t* const own = counts + threadIdx.x / 32 * num_experts;
   for (uint32_t i = threadIdx.x; i < num_warps * num_experts; i += blockDim.x) counts[i] = 0;
   __syncthreads();
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
 
   const detail::MoeChoices<Id> choices(params);
   choices.for_each([&](uint32_t, uint32_t expert, uint32_t peers) {
