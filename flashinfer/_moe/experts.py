@@ -157,7 +157,15 @@ class Experts:
             between = buffers["hidden"], hidden_scale
             self._first(first, between, x, x_scale, rows, enable_pdl)
             self._second(second, buffers["rows"], between, rows, enable_pdl)
-        combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
+        combine(
+            out,
+            buffers["rows"],
+            rows.entry_row,
+            weights,
+            enable_pdl,
+            # Between the map and the second product stands the first one.
+            starts_early=self.scheme != "four_bit",
+        )
         return out
 
     def _multiply_four_bit(
