@@ -46,42 +46,13 @@ class Codes:
         return len(self.numbers)
 
 
-FEW_ROWS = 64
-"""Rows up to which products wait for memory alone: see `Linear`."""
-
-
 @dataclass
 class Linear:
-    """Weights of 16 bits, ``[outputs, inputs]`` as in checkpoints.
+    """Weights of 16 bits.
 
-    For few rows, Hopper has a kernel that loads weights while the kernel before it ends, which
-    cuBLAS does not (docs/tuning/serving_step.md).
+    The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: for few rows
+    cuBLAS has faster kernels for these (docs/tuning/serving_step.md).
     """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    @property
-    def inputs(self) -> int:
-        return self.weight.shape[1]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._loads_early(x):
-            return torch.nn.functional.linear(x, self.weight, self.bias)
-        out = x.new_empty(len(x), len(self.weight))
-        kernels.gemm.tinygemm_bf16(x, self.weight, out, self.bias, use_pdl=True)
-        return out
-
-    def _loads_early(self, x: torch.Tensor) -> bool:
-        is_aligned = all(size % 8 == 0 for size in self.weight.shape)
-        return (
-            len(x) <= FEW_ROWS and is_aligned and x.dtype == torch.bfloat16 and is_hopper(x.device)
-        )
-
-
-@dataclass
-class Transposed:
-    """Weights of 16 bits, ``[inputs, outputs]``: cuBLAS is faster with these if rows are few."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -98,7 +69,7 @@ class Transposed:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device has the kernel of `Linear`, and launches kernels early."""
+    """Whether a device has the kernels for Hopper, and launches kernels early."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -44,7 +44,7 @@ class Plain:
         return self.weight
 
     def product(self, bias: torch.Tensor | None, dtype: torch.dtype) -> Product:
-        return Linear(self.weight, bias)
+        return Linear(self.weight.t().contiguous(), bias)
 
     def rows(self, ranges: Ranges) -> Plain:
         return Plain(taken(self.weight, 0, ranges))
