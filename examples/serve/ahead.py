@@ -3,18 +3,21 @@
 A package compiles a kernel at its first call, or at the plan for it, and the calls of a step follow
 each other. So batches of every shape that selects a kernel are planned by a thread each, and each
 part of each kind of layer is called by another one, on tensors of its own; threads that need the
-same kernel wait for the first of them. This takes public names alone, and holds for every model.
+same kernel wait for the first of them. Attention begins first, then mixtures and products, which
+compile longer than the rest. This takes public names alone, and holds for every model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
 import torch
 
+from .invariance import round_up, tile_rows
+from .layers.body import LaterBatch
 from .model import Model
 from .runner import Chunk, Runner
 from .sampling import SamplingParams, steps
@@ -60,6 +63,7 @@ def compile_all(
     """
     longest = min(max(PROMPTS), model.config.max_positions)
     pages = -(-longest // page_size)
+    tile = tile_rows(model.device) if batch_invariant else None
 
     def runner() -> Runner:
         return Runner(
@@ -71,19 +75,30 @@ def compile_all(
             return call()
 
     def attend(lengths: tuple[int, ...]) -> list[Callable[[], Any]]:
-        return list(_layers(model, runner(), lengths, attends=True))
+        """Plans, then gives attention of each kind of layer that has a plan."""
+        own = runner()
+        batch = own.prepare(_chunks(lengths, pages))
+        kinds = _kinds(own, len(batch.tokens), lambda: batch)
+        return [parts[-1] for spec, parts in kinds if spec is not None]
 
-    def rest() -> Iterator[Callable[[], Any]]:
-        yield from steps(torch.zeros(1, model.config.vocab_size, device=model.device))
-        for length in (1, *(length for length in rows if length <= longest)):
-            yield from _layers(model, first, (length,), attends=False)
+    def start(call: Callable[[], Any]) -> Future[Any]:
+        return pool.submit(run, call)
 
     first = runner()
     with ThreadPoolExecutor(_THREADS) as pool:
-        plans = [pool.submit(run, partial(attend, lengths)) for lengths in _batches(longest)]
-        started = run(lambda: [pool.submit(run, call) for call in rest()])
+        plans = [start(partial(attend, lengths)) for lengths in _batches(longest)]
+        calls: list[Callable[[], Any]] = []
+        for count in sorted({1, *(n for n in rows if n <= longest)}, reverse=True):
+            # Nothing of the batch is waited for here.
+            batch = start(partial(first.prepare, _chunks((count,), pages), plans=False)).result
+            kinds = _kinds(first, round_up(count, tile), batch)
+            for spec, parts in sorted(kinds, key=lambda kind: kind[0] is not None):
+                calls += parts if spec is None else parts[:-1]
+        calls += _norms(model)
+        calls += steps(torch.zeros(1, model.config.vocab_size, device=model.device))
+        started = [start(call) for call in calls]
         for planned in as_completed(plans):
-            started += [pool.submit(run, call) for call in planned.result()]
+            started += [start(call) for call in planned.result()]
         for future in started:
             future.result()
 
@@ -91,34 +106,32 @@ def compile_all(
 def _batches(longest: int) -> Iterator[tuple[int, ...]]:
     """New tokens of each request."""
     yield (1,)
+    yield from ((length,) for length in reversed(PROMPTS) if length <= longest)
     yield (2, 1)  # a short prompt beside a request that decodes
-    yield from ((length,) for length in PROMPTS if length <= longest)
 
 
-def _layers(
-    model: Model, runner: Runner, lengths: tuple[int, ...], attends: bool
-) -> Iterator[Callable[[], Any]]:
-    """Attention of each kind of layer, planned here, or the other parts and the norms."""
-    pages = range(runner.num_pages)
+def _chunks(lengths: tuple[int, ...], pages: int) -> list[Chunk]:
     # They may share pages: nobody reads the results.
-    chunks = [Chunk([0] * n, 0, pages, slot=slot) for slot, n in enumerate(lengths)]
-    batch = runner.prepare(chunks, plans=attends)
-    x = torch.zeros(
-        len(batch.tokens), model.config.hidden_size, dtype=model.dtype, device=model.device
-    )
-    if not attends:
-        yield lambda: model.norm(x)
-        yield lambda: model.norm.add(x.clone(), x.clone())
-        if model.rounds:
-            yield lambda: model.norm.add_rounded(x.clone(), x.clone())
-    seen = set()
+    return [Chunk([0] * n, 0, range(pages), slot=slot) for slot, n in enumerate(lengths)]
+
+
+def _kinds(
+    runner: Runner, rows: int, batch: LaterBatch
+) -> list[tuple[Any, list[Callable[[], Any]]]]:
+    """The plan of each kind of layer, and its parts for so many rows."""
+    model = runner.model
+    x = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    found = {}
     for block, cache in zip(model.blocks, runner.caches, strict=True):
-        kind = (type(block.body), block.body.spec)
-        if kind not in seen:
-            seen.add(kind)
-            *parts, last = block.body.parts(x, batch, cache)
-            has_plan = block.body.spec is not None
-            if attends and has_plan:
-                yield last
-            elif not attends:
-                yield from parts if has_plan else (*parts, last)
+        kind = type(block.body), block.body.spec
+        if kind not in found:
+            found[kind] = block.body.spec, block.body.parts(x, batch, cache)
+    return list(found.values())
+
+
+def _norms(model: Model) -> Iterator[Callable[[], Any]]:
+    x = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    yield lambda: model.norm(x)
+    yield lambda: model.norm.add(x.clone(), x.clone())
+    if model.rounds:
+        yield lambda: model.norm.add_rounded(x.clone(), x.clone())

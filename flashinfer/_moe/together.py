@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ..gemm._choice import GemmProblem, choose_config
-from ..jit import build_jit_specs
+from ..jit import JitSpec
 from ..jit.gemm import gen_gemm_sm90_module
 from ..jit.moe import MoeCombineConfig, MoeMapConfig, gen_moe_combine_module, gen_moe_map_module
 from ..jit.quantization import gen_group_quant_module
@@ -37,4 +38,7 @@ def build_together(
         specs.append(gen_moe_map_module(MoeMapConfig(_IDS[ids])))
     if first.scale == "block":
         specs.append(gen_group_quant_module(rows_config(dtype)))
-    build_jit_specs(list({spec.name: spec for spec in specs}.values()))
+    modules = {spec.name: spec for spec in specs}.values()
+    # Each by itself: one joint build would hold what it shares with other mixtures till its end.
+    with ThreadPoolExecutor(len(modules)) as pool:
+        list(pool.map(JitSpec.build, modules))

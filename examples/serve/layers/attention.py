@@ -12,7 +12,7 @@ import torch
 from .. import kernels
 from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
-from .body import Body
+from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cut, Cuts
 from .linear import Codes, Fp8Blocks, Product, is_hopper
 from .norm import Norm
@@ -192,7 +192,9 @@ class Attention(Body):
         self._append(q, k, v, batch, cache)
         return in_tiles(batch.tile, self._finish, self._attend(q, batch, cache), gate)
 
-    def parts(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> list[Callable[[], Any]]:
+    def parts(
+        self, x: torch.Tensor, batch: LaterBatch, cache: torch.Tensor
+    ) -> list[Callable[[], Any]]:
         spec, rows = self.spec, len(x)
         q = x.new_zeros(rows, spec.heads, spec.dim)
         k = x.new_zeros(rows, spec.kv_heads, spec.dim)
@@ -200,10 +202,10 @@ class Attention(Body):
         rotates = not self._rounds_keys(cache)
         return [
             lambda: self.qkv(x),
-            lambda: self._turn(q, k, batch.rotations, rotates),
-            lambda: self._append(q, k, k, batch, cache),
+            lambda: self._turn(q, k, batch().rotations, rotates),
+            lambda: self._append(q, k, k, batch(), cache),
             lambda: self._finish(q.flatten(1), gate),
-            lambda: self._attend(q, batch, cache),
+            lambda: self._attend(q, batch(), cache),
         ]
 
     def _project(

@@ -12,6 +12,9 @@ from ..batch import Batch
 from .linear import Codes
 from .norm import Norm
 
+LaterBatch = Callable[[], Batch]
+"""A batch that may not be there yet."""
+
 
 class Body:
     """A layer between a norm and the residual sum.
@@ -44,9 +47,9 @@ class Body:
         """Result for normalised rows; `cache` are its pages or its state."""
         raise NotImplementedError
 
-    def parts(self, x: torch.Tensor, batch: Batch, cache: Any) -> list[Callable[[], Any]]:
+    def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         """Calls that need other kernels and not each other's results; attention last."""
-        return [lambda: self(x, batch, cache)]
+        return [lambda: self(x, batch(), cache)]
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from .. import kernels
 from ..batch import Batch
 from .attention import Rope
-from .body import Body
+from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, WHOLE, Cuts
 from .linear import Codes, Fp8Blocks, Product
 from .norm import Norm
@@ -232,31 +232,23 @@ class LatentAttention(Body):
         own, turning = q[..., : spec.own], q[..., spec.own :].contiguous()
         turned = turned.contiguous()
         self.rope(batch.rotations, turning, turned[:, None], spec.rotary)
-        latents, rotaries = cache.split([spec.latent, spec.rotary], -1)
         self._append(self.latent_norm(latent.contiguous()), turned, batch, cache)
-        wrappers = batch.attention[spec]
-        out = first.new_empty(len(x), spec.heads, spec.values)
-        if wrappers.decoding is not None:
-            rows = wrappers.decoding
-            q_rows = own[rows], turning[rows]
-            out[rows] = self._absorbed(*q_rows, wrappers.absorbed, latents, rotaries)
-        if wrappers.prompts is not None:
-            rows = wrappers.prompts
-            keys = cache.flatten(0, 1)[wrappers.keys]
-            out[rows] = self._expanded(q[rows][..., : spec.own], turning[rows], wrappers, keys)
-        return self.output(out.flatten(1))
+        return self.output(self._attend(own, turning, batch, cache).flatten(1))
 
-    def parts(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> list[Callable[[], Any]]:
+    def parts(
+        self, x: torch.Tensor, batch: LaterBatch, cache: torch.Tensor
+    ) -> list[Callable[[], Any]]:
         spec = self.spec
         latent, turned = x.new_zeros(len(x), spec.latent), x.new_zeros(len(x), spec.rotary)
         turning = x.new_zeros(len(x), spec.heads, spec.rotary)
+        own = x.new_zeros(len(x), spec.heads, spec.own)
         parts = [
             lambda: self.inputs(x),
             lambda: self.output(x.new_zeros(len(x), self.output.inputs)),
-            lambda: self.rope(batch.rotations, turning, turned[:, None], spec.rotary),
+            lambda: self.rope(batch().rotations, turning, turned[:, None], spec.rotary),
             lambda: self.latent_norm(latent),
-            lambda: self._append(latent, turned, batch, cache),
-            lambda: self(x, batch, cache),
+            lambda: self._append(latent, turned, batch(), cache),
+            lambda: self._attend(own, turning, batch(), cache),
         ]
         if self.query is not None and self.query_norm is not None:
             query, norm = self.query, self.query_norm
@@ -284,6 +276,20 @@ class LatentAttention(Body):
         if isinstance(query, Fp8Blocks) and norm.rounds:
             return query(norm.rounded(x))
         return query(norm(x.contiguous()))
+
+    def _attend(
+        self, own: torch.Tensor, turning: torch.Tensor, batch: Batch, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of queries, whose rotary columns are `turning`, to what the cache has."""
+        spec, wrappers = self.spec, batch.attention[self.spec]
+        out = own.new_empty(len(own), spec.heads, spec.values)
+        if (rows := wrappers.decoding) is not None:
+            rest = cache.split([spec.latent, spec.rotary], -1)
+            out[rows] = self._absorbed(own[rows], turning[rows], wrappers.absorbed, *rest)
+        if (rows := wrappers.prompts) is not None:
+            keys = cache.flatten(0, 1)[wrappers.keys]
+            out[rows] = self._expanded(own[rows], turning[rows], wrappers, keys)
+        return out
 
     def _absorbed(
         self,

@@ -69,7 +69,7 @@ class Linear:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device launches kernels early."""
+    """Whether a device has the kernels for Hopper, and launches kernels early."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 

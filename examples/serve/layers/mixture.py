@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..batch import Batch
-from .body import Body
+from .body import Body, LaterBatch
 from .division import EXPERT_COLUMNS, EXPERT_ROWS, WHOLE, Cuts
 from .experts import Experts, RoutedLayer
 from .linear import Product
@@ -45,7 +45,7 @@ class SharedExpert:
     mlp: Mlp | SquaredMlp
     gate: Product | None = None
 
-    def parts(self, x: torch.Tensor, batch: Batch) -> list[Callable[[], Any]]:
+    def parts(self, x: torch.Tensor, batch: LaterBatch) -> list[Callable[[], Any]]:
         """As `Body.parts`."""
         gate = [] if self.gate is None else [lambda: self(x)]
         return [*self.mlp.parts(x, batch, None), *gate]
@@ -81,9 +81,15 @@ class Mixture(Body):
         out = self._routed(x, self.router.gate(x))
         return out if self.shared is None else out.add_(self.shared(x))
 
-    def parts(self, x: torch.Tensor, batch: Batch, cache: Any) -> list[Callable[[], Any]]:
+    def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         logits = x.new_zeros(len(x), len(self.experts.up))
-        parts = [lambda: self.router.gate(x), lambda: self._routed(x, logits)]
+        numbers = torch.arange(self.router.chosen, dtype=torch.int32, device=x.device)
+        weights = x.new_ones(len(x), len(numbers), dtype=torch.float32)
+        parts = [
+            lambda: self.experts(x, weights, numbers.repeat(len(x), 1)),
+            lambda: self._routed(x, logits),  # the same experts' kernels, and the router's
+            lambda: self.router.gate(x),
+        ]
         if (shared := self.shared) is not None:
             parts += shared.parts(x, batch)
         return parts

@@ -11,7 +11,7 @@ import torch
 from .. import kernels
 from ..batch import Batch
 from ..invariance import in_tiles
-from .body import Body
+from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cuts
 from .linear import BLOCK, Codes, Fp8Blocks, Product
 from .weights import Weights
@@ -68,7 +68,7 @@ class Mlp(Body):
             return Codes(*round_values(x, BLOCK, column_major_scales=True))
         return getattr(kernels, self.activation)(x)
 
-    def parts(self, x: torch.Tensor, batch: Batch, cache: Any) -> list[Callable[[], Any]]:
+    def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         gates = x.new_zeros(len(x), 2 * self.down.inputs)
         return [lambda: self.up(x), lambda: self.down(self._activate(gates))]
 

@@ -23,11 +23,8 @@ __global__ void __launch_bounds__(kMoeCombineThreads)
   const uint32_t token = blockIdx.x / parts;
   const uint32_t column =
       (blockIdx.x - token * parts) * kColumns + threadIdx.x * kMoeCombineElements;
-  if (params.starts_early) {
-    ptx::grid_launch_dependents();
-  } else {
-    ptx::grid_launch_and_wait();
-  }
+  if (!params.starts_early) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
   if (column >= params.hidden) return;
 
   const int32_t* const entry_row = params.entry_row + static_cast<uint64_t>(token) * params.top_k;

@@ -26,13 +26,8 @@ __device__ __forceinline__ void grid_launch_dependents() {
 // SMs, and loads what nobody writes, while the preceding one ends. A grid that reads memory before
 // its own wait, because the one before it has waited, must not follow such a kernel.
 __device__ __forceinline__ void grid_launch_and_wait() {
-#ifdef FLASHINFER_LATE_DEPENDENTS
-  grid_dependency_wait();
-  grid_launch_dependents();
-#else
   grid_launch_dependents();
   grid_dependency_wait();
-#endif
 }
 
 }  // namespace flashinfer::ptx
