@@ -5,9 +5,9 @@
 
 for the first counts[g] rows of group g; other rows of `out` are not written. CTAs stay on their SMs
 and compute tiles, which `MaskedScheduler` deals. One warp has the copy engine bring blocks of 128
-along k, another one copies the scales of each block beside it; two warpgroups multiply. Tensor cores
-sum one block; its sum is scaled and added to the result in registers, since no scale is the same
-along k.
+along k, another one copies the scales of each block beside it; two warpgroups multiply. Tensor
+cores sum one block; its sum is scaled and added to the result in registers, since no scale is the
+same along k.
 
 The tensor cores' left operand has 128 rows, 64 of each warpgroup; the right one has as many as one
 asks for. Many rows of `a` are the left operand, in tiles of 128 x 256, and the two CTAs of a

@@ -19,7 +19,7 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 
 from .conversions import float32_of, store_float8
-from .reduce import block_reduce_pair, row_reduce
+from .reduce import row_reduce
 
 DTYPES = {
     "float16": cutlass.Float16,
@@ -37,17 +37,15 @@ _THREADS_OF_SM = 1024
 _MOST_BYTES_EARLY = 32 << 10  # of the rows of both operands
 
 
-def _threads_per_row(vectors: int, subtract_mean: bool) -> int:
+def _threads_per_row(vectors: int) -> int:
     """Threads of one CTA that share so many vectors of a row: at most 4 vectors for each.
 
     Two vectors a thread from 4 KiB on: the sum over the CTA costs half, and as many bytes are
-    under way. Two in rows of a part of a warp, too, where the sum is most of the instructions. One
-    in a layer norm, where a thread has registers for weight and bias of one.
+    under way. Two in rows of a part of a warp, too, where the sum is most of the instructions.
     """
     if vectors <= 32:
         return 1 << (-(-vectors // 2) - 1).bit_length()
-    most = 1024 if subtract_mean else 256
-    per_thread = 1 if vectors <= most else 2 if vectors <= 1024 else 4
+    per_thread = 1 if vectors <= 256 else 2 if vectors <= 1024 else 4
     return (-(-vectors // per_thread) + 31) // 32 * 32
 
 
@@ -75,7 +73,7 @@ class NormKernel:
         vectors = hidden // self.vec
         self.cluster_n = next(n for n in (1, 2, 4, 8) if vectors <= n * _VECTORS_OF_CTA)
         self.vectors = vectors // self.cluster_n  # of one CTA
-        self.threads_per_row = _threads_per_row(self.vectors, self.subtract_mean)
+        self.threads_per_row = _threads_per_row(self.vectors)
         self.rows_per_cta = max(1, _THREADS // self.threads_per_row) if vectors <= 32 else 1
         self.vecs_per_thread = -(-self.vectors // self.threads_per_row)
         self.threads = self.threads_per_row * self.rows_per_cta
@@ -85,9 +83,6 @@ class NormKernel:
         # Weights stay in registers if these hold them beside the rows: float32 of a layer norm for
         # one vector, others unless there are two operands.
         self.keeps_weights = self.vecs_per_thread == 1 if subtract_mean else not add_residual
-        # Two rows whose sums go through the same barriers take as many registers as two vectors.
-        alone = self.threads_per_row <= 32 or self.cluster_n > 1 or self.vecs_per_thread > 1
-        self.rows_at_once = 2 if subtract_mean and not alone else 1
         operands = 2 if add_residual else 1
         early = operands * vectors * _VECTOR_BYTES <= _MOST_BYTES_EARLY
         self.starts_early = self.rows_per_cta == 1 and early
@@ -218,62 +213,52 @@ class NormKernel:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        held = [
-            [self.registers(self.dtype) for _ in range(2 if self.add_residual else 1)]
-            for _ in range(self.rows_at_once)
-        ]
-        place = outer, inner
-        for r in cutlass.range_constexpr(self.rows_at_once):
-            there = first + part + r * step < rows
-            self.load_operands(held[r], x, residual, strides, place, thread, there)
-            place = after(place, strides_of_step)
+        held = [self.registers(self.dtype) for _ in range(2 if self.add_residual else 1)]
+        there = first + part < rows
+        self.load_operands(held, x, residual, strides, (outer, inner), thread, there)
         w, b = self.registers(self.weight_dtype), self.registers(self.weight_dtype)
         if cutlass.const_expr(self.keeps_weights):
             self.load_weights(w, b, weight, bias, thread)
-        inverse_scale = Float32(1.0)
-        if cutlass.const_expr(self.out_dtype.width == 8):
-            if out_scale.toint() != 0:
-                out_scale_value = cute.make_tensor(out_scale, cute.make_layout(1))[0]
-            inverse_scale = Float32(1.0) / out_scale_value
+        inverse_scale = self.inverse_of(out_scale, out_scale_value)
         parity = Int32(0)
-        for start in cutlass.range(first, rows, step * self.rows_at_once, unroll=1):
-            values, targets, valid = [], [], []
-            place = outer, inner
-            for r in cutlass.range_constexpr(self.rows_at_once):
-                valid.append(start + part + r * step < rows)  # other threads take part in the sums
-                values.append(float32_of(held[r][0]))
-                if cutlass.const_expr(self.add_residual):
-                    values[r] = values[r] + float32_of(held[r][1])
-                    target = self.row_of(residual, place, strides[2:4])
-                    self.store(values[r], target, thread, valid[r])
-                targets.append(self.row_of(out, place, strides[4:6]))
-                place = after(place, strides_of_step)
-            outer, inner = place
-            # The next rows come while these are summed: memory would idle.
-            for r in cutlass.range_constexpr(self.rows_at_once):
-                there = start + part + (self.rows_at_once + r) * step < rows
-                self.load_operands(held[r], x, residual, strides, place, thread, there)
-                place = after(place, strides_of_step)
+        for start in cutlass.range(first, rows, step, unroll=1):
+            valid = start + part < rows  # threads without a row take part in the sums
+            values = float32_of(held[0])
+            if cutlass.const_expr(self.add_residual):
+                values = values + float32_of(held[1])
+                target = self.row_of(residual, (outer, inner), strides[2:4])
+                self.store(values, target, thread, valid)
+            target = self.row_of(out, (outer, inner), strides[4:6])
+            # The next row comes while this one is summed: memory would idle.
+            outer, inner = after((outer, inner), strides_of_step)
+            there = start + part + step < rows
+            self.load_operands(held, x, residual, strides, (outer, inner), thread, there)
             if cutlass.const_expr(self.subtract_mean):
-                means = self.sums_of_rows(values, scratch, barriers, 0)
-                values = [
-                    self.without(v, mean / self.hidden, thread)
-                    for v, mean in zip(values, means, strict=True)
-                ]
-                squares = self.sums_of_rows([v * v for v in values], scratch, barriers, 1)
+                mean = self.sum_of_row(values, scratch, barriers, 0) / self.hidden
+                values = self.without(values, mean, thread)
+                square = self.sum_of_row(values * values, scratch, barriers, 1)
             else:
-                squares = self.sums_of_rows([v * v for v in values], scratch, barriers, parity)
+                square = self.sum_of_row(values * values, scratch, barriers, parity)
                 parity ^= 1
             if cutlass.const_expr(not self.keeps_weights):
                 self.load_weights(w, b, weight, bias, thread)
-            for r in cutlass.range_constexpr(self.rows_at_once):
-                rstd = cute.math.rsqrt(squares[r] / self.hidden + eps)
-                y = values[r] * rstd * (float32_of(w) + weight_offset)
-                if cutlass.const_expr(self.subtract_mean):
-                    y = values[r] * rstd * w.load() + b.load()
-                if cutlass.const_expr(self.out_dtype.width == 8):
-                    y = y * inverse_scale
-                self.store(y, targets[r], thread, valid[r])
+            rstd = cute.math.rsqrt(square / self.hidden + eps)
+            y = values * rstd * (float32_of(w) + weight_offset)
+            if cutlass.const_expr(self.subtract_mean):
+                y = values * rstd * w.load() + b.load()
+            if cutlass.const_expr(self.out_dtype.width == 8):
+                y = y * inverse_scale
+            self.store(y, target, thread, valid)
+
+    @cute.jit
+    def inverse_of(self, out_scale: cute.Pointer, out_scale_value: Float32):
+        """What a result of 8 bits is multiplied by: the scale is in memory, if not a number."""
+        inverse = Float32(1.0)
+        if cutlass.const_expr(self.out_dtype.width == 8):
+            if out_scale.toint() != 0:
+                out_scale_value = cute.make_tensor(out_scale, cute.make_layout(1))[0]
+            inverse = Float32(1.0) / out_scale_value
+        return inverse
 
     @cute.jit
     def load_weights(self, w, b, weight, bias, thread: Int32):
@@ -312,10 +297,9 @@ class NormKernel:
     def allocate_scratch(self, smem):
         """Two buffers for sums over a row, which take turns, and an mbarrier for each."""
         warps = max(1, self.threads_per_row // 32)
-        rows = self.rows_per_cta * self.rows_at_once
-        layout = cute.make_layout((rows, (warps, self.cluster_n), 2))
+        layout = cute.make_layout((self.rows_per_cta, (warps, self.cluster_n), 2))
         if cutlass.const_expr(self.cluster_n == 1):
-            layout = cute.make_layout((rows, warps, 2))
+            layout = cute.make_layout((self.rows_per_cta, warps, 2))
         barriers = smem.allocate_array(Int64, 2)
         scratch = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         if cutlass.const_expr(self.cluster_n > 1):
@@ -327,15 +311,16 @@ class NormKernel:
             cute.arch.cluster_wait()
         return scratch, barriers
 
-    def sums_of_rows(self, values, scratch: cute.Tensor, barriers, which):
-        """The sums over the threads' values of each row that a thread has at once."""
-        add, zero = cute.ReductionOp.ADD, Float32(0.0)
-        buffer = scratch[None, None, which]
-        if self.rows_at_once == 1:
-            row = values[0], add, self.threads_per_row, buffer, barriers + which, self.cluster_n
-            return [row_reduce(*row, zero)]
-        own = [v.reduce(add, init_val=zero, reduction_profile=0) for v in values]
-        return block_reduce_pair(own[0], own[1], _add, buffer, zero)
+    def sum_of_row(self, values: cute.TensorSSA, scratch: cute.Tensor, barriers, which):
+        return row_reduce(
+            values,
+            cute.ReductionOp.ADD,
+            self.threads_per_row,
+            scratch[None, None, which],
+            barriers + which,
+            self.cluster_n,
+            Float32(0.0),
+        )
 
     @cute.jit
     def without(self, values: cute.TensorSSA, mean: Float32, thread: Int32):
@@ -349,10 +334,6 @@ class NormKernel:
                 for j in cutlass.range_constexpr(self.vec):
                     held[j, i] = Float32(0.0)
         return held.load()
-
-
-def _add(a, b):
-    return a + b
 
 
 @cute.jit

@@ -46,32 +46,6 @@ def block_reduce(val: Float32, op: Callable, reduction_buffer: cute.Tensor, init
 
 
 @cute.jit
-def block_reduce_pair(a, b, op: Callable, reduction_buffer: cute.Tensor, init_val: Float32):
-    """Reduce two values of each thread over a CTA, with one barrier; returns both results.
-
-    `reduction_buffer` is ``(2, warps)``. Half of a warp's lanes reduce each value, which takes half
-    of the exchanges.
-    """
-    lane_idx, warp_idx = cute.arch.lane_idx(), cute.arch.warp_idx()
-    half, place = lane_idx // 16, lane_idx % 16
-    warps = cute.size(reduction_buffer.shape[1])
-    upper = half == 1
-    mine, other = b if upper else a, a if upper else b
-    mine = op(mine, cute.arch.shuffle_sync_bfly(other, offset=16))
-    mine = warp_reduce(mine, op, 16)
-    if place == 0:
-        reduction_buffer[half, warp_idx] = mine
-    cute.arch.barrier()
-    reduced = init_val
-    for i in cutlass.range_constexpr(cute.ceil_div(warps, 16)):
-        if place + 16 * i < warps:
-            reduced = op(reduced, reduction_buffer[half, place + 16 * i])
-    reduced = warp_reduce(reduced, op, 16)
-    other = cute.arch.shuffle_sync_bfly(reduced, offset=16)
-    return other if upper else reduced, reduced if upper else other
-
-
-@cute.jit
 def cluster_reduce(
     val: Float32,
     op: Callable,
