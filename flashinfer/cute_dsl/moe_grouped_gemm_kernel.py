@@ -278,8 +278,8 @@ class GroupedGemmKernel:
     def load_scales(self, scheduler, ring, scales, scales_a, scales_b, blocks: Int32):
         """The warp that copies scales: those of each block, to its stage.
 
-        They are as far ahead of the products as the blocks: a load by who multiplies with it would
-        take longer than a block's products.
+        They come as early as their blocks. Threads that multiply would wait for their own loads
+        longer than for a block's products.
         """
         lane = cute.arch.lane_idx()
         each = -(-self.scales // 32)
