@@ -84,6 +84,7 @@ class Kind:
     kv_dtype: str = "bfloat16"
     capped: bool = False  # soft cap
     alibi: bool = False
+    mask: str = ""  # "custom" or "items", in place of `causal`
 
     @property
     def kv_data_type(self) -> torch.dtype:
@@ -154,6 +155,25 @@ def starts(lens: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
 
 
+def mask_of(
+    mask: str, qo_lens: torch.Tensor, kv_lens: torch.Tensor, device: torch.device
+) -> dict[str, Any]:
+    """Options of plan: a random mask of half of all keys, or items of 64 tokens after a prefix."""
+    if mask == "custom":
+        bits = int((qo_lens.long() * kv_lens).sum())
+        return {"custom_mask": torch.rand(bits, device=device) < 0.5}
+    if mask == "items":
+        most = int(qo_lens.max())
+        positions = torch.arange(most, device=device, dtype=torch.int16) % 64
+        return {
+            "prefix_len_ptr": (kv_lens - qo_lens).to(device),
+            "token_pos_in_items_ptr": positions.repeat(len(qo_lens)),
+            "token_pos_in_items_len": most,
+            "max_item_len_ptr": torch.full((len(qo_lens),), 63, dtype=torch.int16, device=device),
+        }
+    return {}
+
+
 def planned(shape: Shape, backend: str, workspace: torch.Tensor) -> Any:
     """A wrapper after its plan, with every page in a random place."""
     if backend == APART:
@@ -168,6 +188,7 @@ def planned(shape: Shape, backend: str, workspace: torch.Tensor) -> Any:
         options |= {"head_dim_vo": kind.head_dim_vo, "window_left": kind.window_left}
         options["logits_soft_cap"] = 30.0 if kind.capped else 0.0
         options["pos_encoding_mode"] = "ALIBI" if kind.alibi else "NONE"
+    options |= mask_of(kind.mask, qo_lens, kv_lens, workspace.device)
     if kind.page_size == 0:
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
         wrapper.plan(starts(qo_lens), starts(kv_lens), *heads, **options)
@@ -306,6 +327,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[Any]]:
             " ".join(
                 ["causal" if r["causal"] else "full"]
                 + [name for name in ("capped", "alibi") if r.get(name)]
+                + [r["mask"]] * bool(r.get("mask"))
             ),
             r["window_left"],
             " + ".join("x".join(map(str, part)) for part in r["lengths"]),
@@ -336,6 +358,7 @@ def read(path: Path) -> list[tuple[Shape, dict[str, float]]]:
                 kv_dtype=words[-1] if "float" in words[-1] else "bfloat16",
                 capped="capped" in mask,
                 alibi="alibi" in mask,
+                mask=next((name for name in ("custom", "items") if name in mask), ""),
             )
             parts = row["requests x queries x keys"].split(" + ")
             qo_kv = [tuple(map(int, part.split("x"))) for part in parts]

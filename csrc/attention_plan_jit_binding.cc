@@ -115,12 +115,12 @@ void check_model(const KernelModel& model) {
   check_in("portable_tile_kv", model.portable_tile_kv, 1, INT32_MAX);
   check_in("hopper_tile_q", model.hopper_tile_q, 1, INT32_MAX);
   check_in("hopper_tile_kv", model.hopper_tile_kv, 1, INT32_MAX);
-  check_in("second_speed.ctas", model.second_speed.ctas, 1, INT32_MAX);
   check_in("hopper_speed.ctas", model.hopper_speed.ctas, 1, INT32_MAX);
   check_in("num_tiles", model.num_tiles, 1, std::size(model.tiles));
   for (int64_t i = 0; i < model.num_tiles; ++i) {
     check_in("tiles.tile_q", model.tiles[i].tile_q, 1, INT32_MAX);
     check_in("tiles.speed.ctas", model.tiles[i].speed.ctas, 1, INT32_MAX);
+    check_in("tiles.both.ctas", model.tiles[i].both.ctas, 1, INT32_MAX);
   }
 }
 

@@ -10,9 +10,10 @@
 // row_index[r] of a. `gate`: None or (alpha, beta, limit), each a number or, in groups, a tensor.
 // `names` says what the public function calls its tensors. Bits of `layout`: 1: b is [.., k, n]
 // (else [.., n, k]); 2: scales are [.., k / 128, rows] (else [.., rows, k / 128]); 4: 128 rows of a
-// share a scale; 8: in groups, the previous kernel of the stream writes only a and its scales, and
-// the one before it has finished, so that weights are loaded early. a and out have a leading
-// dimension for batches or masked groups, b for batches or groups; a single one may be left out.
+// share a scale; 8: the previous kernel of the stream writes only a and its scales, and where there
+// are groups the one before it has finished, so that weights are loaded early. a and out have a
+// leading dimension for batches or masked groups, b for batches or groups; a single one may be left
+// out.
 #include "ffi.h"
 #include "gemm.h"
 
@@ -352,7 +353,8 @@ void run(ffi::Args& args) {
   params.weight_indices =
       t.weight_indices ? static_cast<const int32_t*>(t.weight_indices.data()) : nullptr;
   params.row_weight = t.row_weight ? static_cast<const float*>(t.row_weight.data()) : nullptr;
-  params.starts_early = kGrouped && (layout & kStartsEarly) != 0;
+  // Without terms nothing would wait for the previous kernel before the result is written.
+  params.starts_early = (layout & kStartsEarly) != 0 && a.k > 0;
   params.max_ctas = static_cast<uint32_t>(max_ctas < 0 ? 0 : max_ctas);
 
   const ffi::DeviceGuard guard(t.a);

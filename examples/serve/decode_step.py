@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 from .engine import Engine, SamplingParams
 from .layers.attention import Rope
+from .layers.linear import Product
 from .layers.mixture import Mixture, Router
 from .model import Model
 
@@ -202,27 +203,26 @@ def state_bytes(model: Model) -> int:
     return sum(tensor.nbytes for state in states for tensor in state)
 
 
-class NotedRouter:
-    """A router that remembers the experts that it chose last, for each number of rows.
+class NotedGate:
+    """A router's product that remembers its last logits, for each number of rows.
 
-    What a captured graph chooses lies where it did when the graph was captured: the tensor that is
+    What a captured graph computes lies where it did when the graph was captured: the tensor that is
     kept is written again by each replay.
     """
 
-    def __init__(self, router: Router) -> None:
-        self.router, self.chosen = router, router.chosen
+    def __init__(self, gate: Product) -> None:
+        self.gate, self.inputs = gate, gate.inputs
         self.last: dict[int, torch.Tensor] = {}
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, experts = self.router(x)
-        self.last[len(x)] = experts
-        return weights, experts
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.last[len(x)] = logits = self.gate(x)
+        return logits
 
 
 def note_routes(model: Model) -> None:
     """Let `weight_bytes` count the experts that a step really chose; before a graph is captured."""
     for mixture in _mixtures(model):
-        mixture.router = NotedRouter(mixture.router)
+        mixture.router.gate = NotedGate(mixture.router.gate)
 
 
 def _mixtures(model: Model) -> list[Mixture]:
@@ -231,11 +231,12 @@ def _mixtures(model: Model) -> list[Mixture]:
 
 def _missed(router: Router, count: int, rows: int) -> float:
     """The share of `count` experts that no token of a step chooses."""
-    last = router.last if isinstance(router, NotedRouter) else {}
+    last = router.gate.last if isinstance(router.gate, NotedGate) else {}
     sizes = [size for size in last if size >= rows]  # a graph may have more rows
     if not sizes:
         return (1 - router.chosen / count) ** rows
-    return 1 - len(last[min(sizes)][:rows].unique()) / count
+    _, experts = router.choose(last[min(sizes)][:rows])
+    return 1 - len(experts.unique()) / count
 
 
 def weight_bytes(model: Model, rows: int | None = None) -> int:
@@ -258,8 +259,8 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
     if isinstance(part, torch.Tensor):
         yield part
         return
-    if isinstance(part, NotedRouter):
-        part = part.router
+    if isinstance(part, NotedGate):
+        part = part.gate
     items: Iterable[Any] = ()
     if isinstance(part, list | tuple):
         items = part

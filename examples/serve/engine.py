@@ -10,7 +10,7 @@ import torch
 
 from . import kernels
 from .adjust import Adjustment, adjust
-from .ahead import compile_all
+from .ahead import FIRST_ROWS, compile_all
 from .cache import PagePool
 from .checkpoint import load as load
 from .grammar import GrammarError
@@ -156,11 +156,14 @@ class Engine:
         `Body.page_shape` says."""
         return self._runner.cache
 
-    def build(self) -> None:
-        """Compile all modules that requests may need, in parallel; without a GPU, nothing."""
+    def build(self, rows: Sequence[int] = FIRST_ROWS) -> None:
+        """Compile in parallel what requests need; without a GPU, nothing.
+
+        `rows`: of steps, as in `compile_all`; those of others select further kernels of products.
+        """
         if self._model.device.type == "cuda":
-            runner = self._runner
-            compile_all(self._model, self._page_size, runner.kv_dtype, self._batch_invariant)
+            dtype = self._runner.kv_dtype
+            compile_all(self._model, self._page_size, dtype, self._batch_invariant, rows)
 
     def stats(self) -> dict[str, Any]:
         """Pages (in all, and free), requests (running, waiting), and counts since the beginning.

@@ -42,6 +42,8 @@ class Model:
         The layers.
     specs : list
         Plans of attention; layers with equal ones share a wrapper.
+    rounds : bool
+        Whether some norms round their result to 8 bits.
 
     Raises
     ------
@@ -89,6 +91,10 @@ class Model:
         self.specs = list(dict.fromkeys(body.spec for body in bodies if body.spec is not None))
         self.has_states = any(body.new_state(1, self.device) is not None for body in bodies)
         self.is_invariant = all(body.invariant for body in bodies)
+        # After which blocks the norm rounds to 8 bits, because nothing else reads its result.
+        rounds = [after.norm.rounds and after.body.takes_codes for after in self.blocks[1:]]
+        self._rounds = [parallel is None and each for each in (*rounds, False)]
+        self.rounds = any(self._rounds)
 
     def page_shapes(self, page_size: int) -> list[tuple[int, ...]]:
         """Shape of a page of each layer that has any; all are equal."""
@@ -134,9 +140,12 @@ class Model:
         residual = self._decoder.embed(embedding(batch.tokens, self.embedding))
         x = in_tiles(batch.tile, self.blocks[0].norm, residual)
         norms = [block.norm for block in self.blocks[1:]] + [self.norm]
-        for block, cache, norm in zip(self.blocks, caches, norms, strict=True):
+        for number, (block, cache, norm) in enumerate(zip(self.blocks, caches, norms, strict=True)):
             x = block.body(x, batch, cache)
-            x = in_tiles(batch.tile, partial(self._add, block.after, norm), x, residual)
+            if batch.tile is None and self._rounds[number]:
+                x = norm.add_rounded(x if block.after is None else block.after(x), residual)
+            else:
+                x = in_tiles(batch.tile, partial(self._add, block.after, norm), x, residual)
         return x
 
     def _add(

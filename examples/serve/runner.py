@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,6 +22,18 @@ from .table import Settings, Table
 WORKSPACE_BYTES = 128 << 20
 SCORED_ROWS = 256  # of which logits are in memory at a time: half a megabyte each
 UNKNOWN = (-1,)  # tokens of a chunk whose token is still being drawn
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """No cycle of objects is collected meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass
@@ -224,14 +237,18 @@ class Runner:
         table.kv_indices.copy_(torch.frombuffer(pages, dtype=torch.int32))
         return table
 
-    def _on_device(self, host: Table, count: int, decodes: bool) -> tuple[Table, Batch]:
+    def _on_device(
+        self, host: Table, count: int, decodes: bool, plans: bool = True
+    ) -> tuple[Table, Batch]:
         packed = host.packed.to(self.model.device, non_blocking=True)
         table = Table.divide(packed, len(host.lengths), len(host.tokens))
+        wrappers = self._decode if decodes else self._prefill
+        if plans:
+            self._plan(wrappers, host, table.kv_indices, host.qo_indptr)
         batch = self._batch(table, count, decodes)
+        batch.attention = wrappers
         if self._states and not decodes:
             self._divide(batch, host)
-        batch.attention = self._decode if decodes else self._prefill
-        self._plan(batch.attention, host, table.kv_indices, host.qo_indptr)
         return table, batch
 
     def _divide(self, batch: Batch, host: Table) -> None:
@@ -244,11 +261,14 @@ class Runner:
         singles_ = torch.tensor(singles, dtype=torch.int64, pin_memory=on_gpu)
         batch.singles = singles_.to(self.model.device, non_blocking=True)
 
-    def prepare(self, chunks: Sequence[Chunk]) -> Batch:
-        """What the layers of a step get, for calls of single layers."""
+    def prepare(self, chunks: Sequence[Chunk], plans: bool = True) -> Batch:
+        """What the layers of a step get, for calls of single layers.
+
+        `plans`: attention is planned, too; what calls none needs no plan.
+        """
         count = sum(len(chunk.tokens) for chunk in chunks)
         host = self._table(chunks, len(chunks), round_up(count, self._tile))
-        return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks))[1]
+        return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks), plans)[1]
 
     def _batch(self, table: Table, attended: int, decodes: bool) -> Batch:
         batch_indices, positions = kernels.get_batch_indices_positions(
@@ -339,7 +359,9 @@ class Runner:
             logits = self._compute(graph)
         torch.cuda.current_stream().wait_stream(stream)
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        # A capture ends in an error where other threads, or the collector that frees a former
+        # graph, make calls that it forbids.
+        with garbage_kept(), torch.cuda.graph(captured, capture_error_mode="thread_local"):
             graph.rows = self._compute(graph)
         graph.graph = captured
         return logits

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -183,3 +183,19 @@ def sample(
     if best is not None:
         tokens = torch.where(column(greedy, torch.bool), best, tokens)
     return tokens
+
+
+def steps(logits: torch.Tensor) -> Iterator[Callable[[], Any]]:
+    """A call of each operation of `sample`, none of which needs another's result."""
+    rows, device = len(logits), logits.device
+    probs = torch.softmax(logits, -1)
+    share = torch.full((rows,), 0.5, device=device)
+    kept = torch.ones(rows, dtype=torch.int32, device=device)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+    keys = {"seed": zeros[:, None], "offset": zeros}
+    yield lambda: kernels.top_k(logits, 1, tie_break=kernels.TopKTieBreak.SMALL)
+    yield lambda: kernels.softmax(logits, share)
+    yield lambda: kernels.top_k_renorm_probs(probs, kept)
+    yield lambda: kernels.top_p_renorm_probs(probs, share)
+    yield lambda: kernels.sampling_from_probs(probs, **keys)
+    yield lambda: kernels.min_p_sampling_from_probs(probs, share, **keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from .ahead import PROMPTS, SAMPLING
+from .ahead import PROMPTS, ROWS, SAMPLING
 from .engine import Engine, SamplingParams
 
 
@@ -25,7 +25,7 @@ def warm_up(engine: Engine, max_batch_size: int) -> float:
         Seconds of compilation.
     """
     before = engine.stats()["compile_seconds"]
-    engine.build()  # in parallel; what is called first would be compiled one after the other
+    engine.build(ROWS)  # in parallel; what is called first would be compiled one after the other
     for params in SAMPLING:
         _serve(engine, [[0]], params)
     for token, length in enumerate(PROMPTS, start=1):

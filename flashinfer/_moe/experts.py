@@ -20,6 +20,7 @@ from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
 from . import four_bit
 from .maps import RowMap, combine, map_rows
+from .together import build_together
 from .tuning import compute_batches
 from .workspace import MixtureShape, allocate
 
@@ -119,10 +120,7 @@ class Experts:
             self._compute(x, chosen, weights, out, None, enable_pdl)
 
         def products(tokens: int) -> tuple[GemmProblem, GemmProblem]:
-            rows = tokens * chosen.shape[1]
-            code = self.fc1.dtype if self.scheme in ("tensor", "block") else x.dtype
-            first = self._problem(rows, code, self.fc1, code, self.activation, gathers=True)
-            return first, self._problem(rows, code, self.fc2, out.dtype)
+            return self._problems(tokens * chosen.shape[1], x.dtype, out.dtype)
 
         compute_batches(kind, compute, products, x, chosen, out, everywhere, most)
 
@@ -146,6 +144,9 @@ class Experts:
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
+        first, second = self._problems(tokens * top_k, x.dtype, out.dtype)
+        if self.scheme != "four_bit" and x.is_cuda:
+            build_together(first, second, x.dtype, chosen.dtype)
         map_rows(chosen, self.first_expert, experts, enable_pdl, rows)
         if self.scheme == "block":
             codes = buffers["input"], buffers["input_scale"]
@@ -153,9 +154,18 @@ class Experts:
         if self.scheme == "four_bit":
             self._multiply_four_bit(buffers["rows"], buffers["hidden"], x, rows, enable_pdl)
         else:
-            self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
-            self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
-        combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
+            between = buffers["hidden"], hidden_scale
+            self._first(first, between, x, x_scale, rows, enable_pdl)
+            self._second(second, buffers["rows"], between, rows, enable_pdl)
+        combine(
+            out,
+            buffers["rows"],
+            rows.entry_row,
+            weights,
+            enable_pdl,
+            # Between the map and the second product stands the first one.
+            starts_early=self.scheme != "four_bit",
+        )
         return out
 
     def _multiply_four_bit(
@@ -196,25 +206,23 @@ class Experts:
 
     def _first(
         self,
-        out: torch.Tensor,
+        problem: GemmProblem,
+        out: tuple[torch.Tensor, torch.Tensor | None],
         x: torch.Tensor,
         x_scale: torch.Tensor | None,
-        hidden_scale: torch.Tensor | None,
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The gathered product, activated and quantised."""
+        """The gathered product, activated and quantised; `out`: its rows and their scales."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (x_scale, self.scales[0], hidden_scale)
+            scales = (x_scale, self.scales[0], out[1])
         elif self.scheme == "tensor":
             scales = (None, self.scales[0], self.scales[1])
         launch(
-            self._problem(
-                out.shape[0], x.dtype, self.fc1, out.dtype, self.activation, gathers=True
-            ),
+            problem,
             "fc1",
-            out,
+            out[0],
             x,
             self.fc1,
             scales,
@@ -228,23 +236,23 @@ class Experts:
 
     def _second(
         self,
+        problem: GemmProblem,
         out: torch.Tensor,
-        hidden: torch.Tensor,
-        hidden_scale: torch.Tensor | None,
+        hidden: tuple[torch.Tensor, torch.Tensor | None],
         rows: RowMap,
         enable_pdl: bool | None,
     ) -> None:
-        """The product of each row of `hidden`."""
+        """The product of each row of `hidden`, which are rows and their scales."""
         scales: tuple[torch.Tensor | None, ...] | None = None
         if self.scheme == "block":
-            scales = (hidden_scale, self.scales[1])
+            scales = (hidden[1], self.scales[1])
         elif self.scheme == "tensor":
             scales = (None, self.scales[2])
         launch(
-            self._problem(out.shape[0], hidden.dtype, self.fc2, out.dtype),
+            problem,
             "fc2",
             out,
-            hidden,
+            hidden[0],
             self.fc2,
             scales,
             bias=self.biases[1],
@@ -252,6 +260,14 @@ class Experts:
             layout=STARTS_EARLY,
             enable_pdl=enable_pdl,
         )
+
+    def _problems(
+        self, rows: int, dtype: torch.dtype, dtype_out: torch.dtype
+    ) -> tuple[GemmProblem, GemmProblem]:
+        """Both products of `rows` choices of tokens of `dtype`."""
+        code = self.fc1.dtype if self.scheme in ("tensor", "block") else dtype
+        first = self._problem(rows, code, self.fc1, code, self.activation, gathers=True)
+        return first, self._problem(rows, code, self.fc2, dtype_out)
 
     def _problem(
         self,

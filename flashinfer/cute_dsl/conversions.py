@@ -111,6 +111,21 @@ def store_float8(values: cute.TensorSSA, target: cute.Tensor):
 
 
 @cute.jit
+def float32_of(held: cute.Tensor) -> cute.TensorSSA:
+    """The values of a compact tensor in registers, of an even number of elements.
+
+    Two bfloat16 of a word take an instruction each, by the DSL's own conversion three.
+    """
+    if cutlass.const_expr(held.element_type is not cutlass.BFloat16):
+        return held.load().to(Float32)
+    words = cute.recast_tensor(held, Uint32)
+    found = cute.make_rmem_tensor(held.shape, Uint32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        found[2 * i], found[2 * i + 1] = words[i] << Uint32(16), words[i] & Uint32(0xFFFF0000)
+    return cute.recast_tensor(found, Float32).load()
+
+
+@cute.jit
 def pack_16bit_to_u32(lo, hi) -> Uint32:
     """Two values of 16 bits in a word, the first in its lower half."""
     return _ptx("mov.b32 {$w0}, {{$r0}, {$r1}};", [Uint32], lo, hi)

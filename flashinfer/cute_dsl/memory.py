@@ -111,6 +111,12 @@ def ld_shared_v2_u32(smem_addr: Int32):
 
 
 @cute.jit
+def ld_shared_v2_f32(smem_addr: Int32):
+    """Two numbers."""
+    return _ptx("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, smem_addr)
+
+
+@cute.jit
 def ld_shared_f32(addr: Int32) -> Float32:
     """One number."""
     return _ptx("ld.shared.f32 {$w0}, [{$r0}];", [Float32], addr)
@@ -120,6 +126,12 @@ def ld_shared_f32(addr: Int32) -> Float32:
 def ld_shared_i32_relaxed(addr: Int32) -> Int32:
     """One integer that other warps of the CTA may write meanwhile."""
     return _ptx("ld.relaxed.cta.shared.s32 {$w0}, [{$r0}];", [Int32], addr)
+
+
+@cute.jit
+def copy_4_bytes_async(smem_addr: Int32, base_ptr: Int64):
+    """Copy a word from global to shared memory, while the thread goes on."""
+    _ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", [], smem_addr, base_ptr)
 
 
 # ---- between threads of a GPU ----

@@ -5,8 +5,9 @@
 
 for the first counts[g] rows of group g; other rows of `out` are not written. CTAs stay on their SMs
 and compute tiles, which `MaskedScheduler` deals. One warp has the copy engine bring blocks of 128
-along k; two warpgroups multiply. Tensor cores sum one block; its sum is scaled and added to the
-result in registers, since no scale is the same along k.
+along k, another one copies the scales of each block beside it; two warpgroups multiply. Tensor
+cores sum one block; its sum is scaled and added to the result in registers, since no scale is the
+same along k.
 
 The tensor cores' left operand has 128 rows, 64 of each warpgroup; the right one has as many as one
 asks for. Many rows of `a` are the left operand, in tiles of 128 x 256, and the two CTAs of a
@@ -26,6 +27,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from .masked_scheduler import MaskedScheduler
+from .memory import copy_4_bytes_async, ld_shared_f32, ld_shared_v2_f32, shared_ptr_to_u32
 from .tile_store import address_of, has_wide_rows, store, store_turned, store_wide
 
 BLOCK = 128  # along k, and columns that share a scale of b
@@ -61,7 +63,11 @@ class GroupedGemmKernel:
         # A thread has registers for the products of 128 right rows, beside the sums.
         self.part_rows = min(self.right_rows, 128)
         self.parts = self.right_rows // self.part_rows
-        bytes_of_stage = (tile_rows + tile_columns) * BLOCK
+        # Scales of a stage: of each row of `a`, then of each 128 columns.
+        self.column_scales = tile_columns // BLOCK
+        self.scales = tile_rows + self.column_scales
+        self.scale_bytes = -(-self.scales * 4 // 16) * 16
+        bytes_of_stage = (tile_rows + tile_columns) * BLOCK + self.scale_bytes
         self.stages = min(MAX_STAGES, STAGE_BYTES // bytes_of_stage)
 
     @cute.jit
@@ -167,12 +173,14 @@ class GroupedGemmKernel:
             smem.allocate_tensor(_CODES, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in layouts
         ]
+        scales = smem.allocate_array(Float32, self.stages * self.scale_bytes // 4)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         ring = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            # What the copy engine brings counts as one arrival, each lane's scales as another.
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + 32),
             # One thread of each multiplying warp, here and in the other CTA of a cluster, says that
             # a stage is free.
             consumer_group=pipeline.CooperativeGroup(
@@ -191,11 +199,11 @@ class GroupedGemmKernel:
             cute.arch.setmaxregister_decrease(40)
             if warp_idx == 0:
                 self.load_tiles(scheduler, ring, atoms, views, operands, blocks)
+            elif warp_idx == 1:
+                self.load_scales(scheduler, ring, scales, scales_a, scales_b, blocks)
         else:
             cute.arch.setmaxregister_increase(232)
-            self.multiply_tiles(
-                scheduler, ring, tiled_mma, operands, result, scales_a, scales_b, n, blocks
-            )
+            self.multiply_tiles(scheduler, ring, tiled_mma, operands, result, scales, n, blocks)
 
     @cute.jit
     def first_work(self):
@@ -267,8 +275,49 @@ class GroupedGemmKernel:
         )
 
     @cute.jit
+    def load_scales(self, scheduler, ring, scales, scales_a, scales_b, blocks: Int32):
+        """The warp that copies scales: those of each block, to its stage.
+
+        They come as early as their blocks. Threads that multiply would wait for their own loads
+        longer than for a block's products.
+        """
+        lane = cute.arch.lane_idx()
+        each = -(-self.scales // 32)
+        base = shared_ptr_to_u32(scales) + lane * 4
+        addresses = cute.make_rmem_tensor((each,), Int64)
+        steps = cute.make_rmem_tensor((each,), Int64)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        work, step = self.first_work()
+        group, first = scheduler.find(work, Int32(0), Int32(0))
+        while group < scheduler.counts.shape[0]:
+            row, column = scheduler.tile_of(work, group, first)
+            start, valid = self.first_row(row, scheduler.most), scheduler.rows_of(group)
+            for i in cutlass.range_constexpr(each):
+                index = lane + 32 * i
+                # Rows past the last one have no scales; their sums are not stored.
+                place = (cutlass.min(start + index, valid - 1), 0, group)
+                addresses[i] = address_of(scales_a, place)
+                steps[i] = Int64(scales_a.layout.stride[1]) * 4
+                if index >= self.tile_rows:
+                    of_column = column * self.column_scales + index - self.tile_rows
+                    place = (cutlass.min(of_column, scales_b.shape[0] - 1), 0, group)
+                    addresses[i] = address_of(scales_b, place)
+                    steps[i] = Int64(scales_b.layout.stride[1]) * 4
+            for _ in cutlass.range(blocks, unroll=1):
+                ring.sync_object_empty.wait(state.index, state.phase)
+                target = base + state.index * self.scale_bytes
+                for i in cutlass.range_constexpr(each):
+                    if lane + 32 * i < self.scales:
+                        copy_4_bytes_async(target + 128 * i, addresses[i])
+                    addresses[i] += steps[i]
+                cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
+                state.advance()
+            work += step
+            group, first = scheduler.find(work, group, first)
+
+    @cute.jit
     def multiply_tiles(
-        self, scheduler, ring, tiled_mma, operands, result, scales_a, scales_b, n, blocks: Int32
+        self, scheduler, ring, tiled_mma, operands, result, scales, n: Int32, blocks: Int32
     ):
         """The multiplying warpgroups: 64 left rows of each tile for each of them."""
         thread = tiled_mma.get_slice(cute.arch.thread_idx()[0] - 128)
@@ -285,10 +334,7 @@ class GroupedGemmKernel:
         places = thread.partition_C(cute.make_identity_tensor((128, self.right_rows)))
         products = cute.make_rmem_tensor(thread.partition_shape_C((128, self.part_rows)), Float32)
         total = cute.make_rmem_tensor((cute.size(places),), Float32)
-        held = cute.make_rmem_tensor((self.row_scales(),), Float32)
-        of_columns = cute.make_rmem_tensor((self.parts,), Float32)
-        # Where these scales are, since products of 64 bits would take as long as some of the sums.
-        addresses = cute.make_rmem_tensor((self.row_scales() + self.parts,), Int64)
+        base = shared_ptr_to_u32(scales)
         wide = has_wide_rows(result, n)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         work, step = self.first_work()
@@ -297,19 +343,14 @@ class GroupedGemmKernel:
             row, column = scheduler.tile_of(work, group, first)
             valid = scheduler.rows_of(group)
             start = self.first_row(row, scheduler.most)
-            scales = (scales_a, scales_b, group, column, start, valid)
             total.fill(0.0)
-            self.find_scales(addresses, places, scales)
-            self.load_scales(held, of_columns, addresses)
-            for q in cutlass.range(blocks, unroll=1):
+            for _ in cutlass.range(blocks, unroll=1):
                 ring.consumer_wait(state)
                 for part in cutlass.range_constexpr(self.parts):
                     self.start(tiled_mma, products, fragments, part, state.index)
                     if cutlass.const_expr(part == 0):
-                        # In the time of the products: the next block's scales come, too.
-                        factors = self.factors(held, of_columns)
-                        self.advance_scales(addresses, scales_a, scales_b, q + 1 < blocks)
-                        self.load_scales(held, of_columns, addresses)
+                        # In the time of the products.
+                        factors = self.factors(base + state.index * self.scale_bytes, places)
                     warpgroup.wait_group(0)
                     if cutlass.const_expr(part == self.parts - 1):
                         ring.consumer_release(state)
@@ -332,54 +373,23 @@ class GroupedGemmKernel:
         """Rows of `a` that a thread has values of."""
         return self.right_rows // 4 if self.swap else 2
 
-    def row_of(self, places, i: int):
-        """Row within the tile that the thread's scale `i` is of."""
-        if self.swap:
-            return places[i // 2 * 4 + i % 2][1]
-        return places[2 * i][0]
-
     @cute.jit
-    def find_scales(self, addresses, places, scales):
-        """The addresses of the first block's scales: of a thread's rows, of the tile's columns."""
-        scales_a, scales_b, group, column, start, valid = scales
+    def factors(self, scales: Int32, places):
+        """Load what products are multiplied with: for each part, each of a thread's rows."""
         rows = self.row_scales()
-        for i in cutlass.range_constexpr(rows):
-            # Rows past the last one have no scales; their sums are not stored.
-            row = cutlass.min(start + self.row_of(places, i), valid - 1)
-            addresses[i] = address_of(scales_a, (row, 0, group))
-        last = scales_b.shape[0] - 1
-        wide = self.tile_columns // BLOCK
-        for part in cutlass.range_constexpr(self.parts):
-            column_scale = cutlass.min(column * wide + part, last)
-            addresses[rows + part] = address_of(scales_b, (column_scale, 0, group))
-
-    @cute.jit
-    def advance_scales(self, addresses, scales_a, scales_b, more):
-        """Move to the next block's scales, if there are more."""
-        for i in cutlass.range_constexpr(self.row_scales()):
-            step = Int64(scales_a.layout.stride[1]) * (Float32.width // 8)
-            addresses[i] += step if more else Int64(0)
-        for part in cutlass.range_constexpr(self.parts):
-            step = Int64(scales_b.layout.stride[1]) * (Float32.width // 8)
-            addresses[self.row_scales() + part] += step if more else Int64(0)
-
-    @cute.jit
-    def load_scales(self, held, of_columns, addresses):
-        """The scales at these addresses."""
-        rows = self.row_scales()
-        for i in cutlass.range_constexpr(rows):
-            held[i] = float_at(addresses[i])
-        for part in cutlass.range_constexpr(self.parts):
-            of_columns[part] = float_at(addresses[rows + part])
-
-    @cute.jit
-    def factors(self, held, of_columns):
-        """Compute what products are multiplied with: for each part, each of a thread's rows."""
-        rows = self.row_scales()
+        held = cute.make_rmem_tensor((rows,), Float32)
+        if cutlass.const_expr(self.swap):
+            own = scales + places[0][1] * 4  # two neighbours, and those 8 further on
+            for i in cutlass.range_constexpr(rows // 2):
+                held[2 * i], held[2 * i + 1] = ld_shared_v2_f32(own + 32 * i)
+        else:
+            for i in cutlass.range_constexpr(rows):
+                held[i] = ld_shared_f32(scales + places[2 * i][0] * 4)
         found = cute.make_rmem_tensor((rows, self.parts), Float32)
         for part in cutlass.range_constexpr(self.parts):
+            of_column = ld_shared_f32(scales + (self.tile_rows + part) * 4)
             for i in cutlass.range_constexpr(rows):
-                found[i, part] = held[i] * of_columns[part]
+                found[i, part] = held[i] * of_column
         return found
 
     @cute.jit
@@ -406,14 +416,6 @@ class GroupedGemmKernel:
 def tensor(pointer: cute.Pointer, shape, stride):
     """A tensor in global memory."""
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
-
-
-@cute.jit
-def float_at(address: Int64):
-    """The number at an address in global memory, loaded here and not where it is used."""
-    return cute.arch.inline_ptx(
-        "ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address]
-    )
 
 
 def instance(

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 
-from .conversions import store_float8
+from .conversions import float32_of, store_float8
 from .reduce import row_reduce
 
 DTYPES = {
@@ -80,6 +80,9 @@ class NormKernel:
         self.ctas_of_sm = max(
             1, _THREADS_OF_SM // self.threads // max(1, self.vecs_per_thread // 2)
         )
+        # Weights stay in registers if these hold them beside the rows: float32 of a layer norm for
+        # one vector, others unless there are two operands.
+        self.keeps_weights = self.vecs_per_thread == 1 if subtract_mean else not add_residual
         operands = 2 if add_residual else 1
         early = operands * vectors * _VECTOR_BYTES <= _MOST_BYTES_EARLY
         self.starts_early = self.rows_per_cta == 1 and early
@@ -162,10 +165,9 @@ class NormKernel:
         return thread // 32 * (32 * self.vecs_per_thread) + thread % 32 + i * 32
 
     def registers(self, element):
-        """Registers for a thread's vectors, zero where the row ends."""
+        """Registers for a thread's vectors, zero where there is nothing to load."""
         held = cute.make_rmem_tensor((self.vec, self.vecs_per_thread), element)
-        if self.vectors != self.threads_per_row * self.vecs_per_thread:
-            held.fill(0)
+        held.fill(0)
         return held
 
     @cute.jit
@@ -194,9 +196,14 @@ class NormKernel:
         x, residual, out, weight, bias, out_scale = pointers
         out_scale_value, eps, weight_offset = numbers
         tid, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        thread, part = tid % self.threads_per_row, tid // self.threads_per_row
+        thread, part = tid, Int32(0)  # a row's addresses are the same for all threads then
+        if cutlass.const_expr(self.rows_per_cta > 1):
+            thread, part = tid % self.threads_per_row, tid // self.threads_per_row
         first, step = cta * self.rows_per_cta, cute.arch.grid_dim()[0] * self.rows_per_cta
-        outer, inner = self.place_of(cutlass.min(first + part, rows - 1), heads)
+        outer, inner = self.place_of(first + part, heads)
+        # What a step is in both coordinates: a division for each row would take a tenth of it.
+        step_outer, step_inner = self.place_of(step, heads)
+        strides_of_step = step_outer, step_inner, Uint32(heads)
         # Prefetches even what the preceding grid still writes: grids meet in L2.
         if cutlass.const_expr(self.starts_early):
             self.prefetch(x, residual, strides, (outer, inner))
@@ -207,52 +214,66 @@ class NormKernel:
         cute.arch.griddepcontrol_launch_dependents()
 
         held = [self.registers(self.dtype) for _ in range(2 if self.add_residual else 1)]
-        self.load_operands(held, x, residual, strides, (outer, inner), thread)
-        w = self.registers(self.weight_dtype)
-        if cutlass.const_expr(not self.subtract_mean):
-            self.load(w, self.vectors_at(weight, Int64(0)), thread)
-        inverse_scale = Float32(1.0)
-        if cutlass.const_expr(self.out_dtype.width == 8):
-            if out_scale.toint() != 0:
-                out_scale_value = cute.make_tensor(out_scale, cute.make_layout(1))[0]
-            inverse_scale = Float32(1.0) / out_scale_value
+        there = first + part < rows
+        self.load_operands(held, x, residual, strides, (outer, inner), thread, there)
+        w, b = self.registers(self.weight_dtype), self.registers(self.weight_dtype)
+        if cutlass.const_expr(self.keeps_weights):
+            self.load_weights(w, b, weight, bias, thread)
+        inverse_scale = self.inverse_of(out_scale, out_scale_value)
         parity = Int32(0)
         for start in cutlass.range(first, rows, step, unroll=1):
             valid = start + part < rows  # threads without a row take part in the sums
-            here = (outer, inner)
-            values = held[0].load().to(Float32)
+            values = float32_of(held[0])
             if cutlass.const_expr(self.add_residual):
-                values = values + held[1].load().to(Float32)
-                self.store(values, self.row_of(residual, here, strides[2:4]), thread, valid)
-            target = self.row_of(out, here, strides[4:6])
+                values = values + float32_of(held[1])
+                target = self.row_of(residual, (outer, inner), strides[2:4])
+                self.store(values, target, thread, valid)
+            target = self.row_of(out, (outer, inner), strides[4:6])
             # The next row comes while this one is summed: memory would idle.
-            if start + step < rows:
-                outer, inner = self.place_of(cutlass.min(start + step + part, rows - 1), heads)
-                self.load_operands(held, x, residual, strides, (outer, inner), thread)
+            outer, inner = after((outer, inner), strides_of_step)
+            there = start + part + step < rows
+            self.load_operands(held, x, residual, strides, (outer, inner), thread, there)
             if cutlass.const_expr(self.subtract_mean):
-                self.load(w, self.vectors_at(weight, Int64(0)), thread)
                 mean = self.sum_of_row(values, scratch, barriers, 0) / self.hidden
                 values = self.without(values, mean, thread)
                 square = self.sum_of_row(values * values, scratch, barriers, 1)
             else:
                 square = self.sum_of_row(values * values, scratch, barriers, parity)
                 parity ^= 1
+            if cutlass.const_expr(not self.keeps_weights):
+                self.load_weights(w, b, weight, bias, thread)
             rstd = cute.math.rsqrt(square / self.hidden + eps)
-            y = values * rstd * (w.load().to(Float32) + weight_offset)
+            y = values * rstd * (float32_of(w) + weight_offset)
             if cutlass.const_expr(self.subtract_mean):
-                b = self.registers(self.weight_dtype)
-                self.load(b, self.vectors_at(bias, Int64(0)), thread)
-                y = y + b.load()
+                y = values * rstd * w.load() + b.load()
             if cutlass.const_expr(self.out_dtype.width == 8):
                 y = y * inverse_scale
             self.store(y, target, thread, valid)
 
     @cute.jit
-    def load_operands(self, held, x, residual, strides, place, thread: Int32):
-        """Load a thread's vectors of a row of both operands."""
-        self.load(held[0], self.row_of(x, place, strides[0:2]), thread)
-        if cutlass.const_expr(self.add_residual):
-            self.load(held[1], self.row_of(residual, place, strides[2:4]), thread)
+    def inverse_of(self, out_scale: cute.Pointer, out_scale_value: Float32):
+        """What a result of 8 bits is multiplied by: the scale is in memory, if not a number."""
+        inverse = Float32(1.0)
+        if cutlass.const_expr(self.out_dtype.width == 8):
+            if out_scale.toint() != 0:
+                out_scale_value = cute.make_tensor(out_scale, cute.make_layout(1))[0]
+            inverse = Float32(1.0) / out_scale_value
+        return inverse
+
+    @cute.jit
+    def load_weights(self, w, b, weight, bias, thread: Int32):
+        """Load a thread's vectors of the weight, and of the bias of a layer norm."""
+        self.load(w, self.vectors_at(weight, Int64(0)), thread)
+        if cutlass.const_expr(self.subtract_mean):
+            self.load(b, self.vectors_at(bias, Int64(0)), thread)
+
+    @cute.jit
+    def load_operands(self, held, x, residual, strides, place, thread: Int32, there):
+        """Load a thread's vectors of a row of both operands, if there is the row."""
+        if there:
+            self.load(held[0], self.row_of(x, place, strides[0:2]), thread)
+            if cutlass.const_expr(self.add_residual):
+                self.load(held[1], self.row_of(residual, place, strides[2:4]), thread)
 
     @cute.jit
     def prefetch(self, x, residual, strides, place):
@@ -290,7 +311,6 @@ class NormKernel:
             cute.arch.cluster_wait()
         return scratch, barriers
 
-    @cute.jit
     def sum_of_row(self, values: cute.TensorSSA, scratch: cute.Tensor, barriers, which):
         return row_reduce(
             values,
@@ -314,6 +334,16 @@ class NormKernel:
                 for j in cutlass.range_constexpr(self.vec):
                     held[j, i] = Float32(0.0)
         return held.load()
+
+
+@cute.jit
+def after(place, step):
+    """The coordinates of the row that is a step further: `step` has both and the heads."""
+    outer, inner = place[0] + step[0], place[1] + step[1]
+    if inner >= step[2]:
+        inner -= step[2]
+        outer += Uint32(1)
+    return outer, inner
 
 
 @cute.jit

@@ -16,7 +16,8 @@ from ._tuning import choose_tiles, is_tuning, tiles_of
 
 TRANSPOSED_B, SCALES_BY_K, SCALES_BY_BLOCK, STARTS_EARLY = 1, 2, 4, 8
 """Bits of the binding's `layout`: b is [.., k, n]; scales are [.., k / 128, rows]; 128 rows share
-a scale; the previous kernel writes only a and its scales, and the one before it has finished."""
+a scale; the previous kernel writes only a and its scales and, in groups, the one before it has
+finished."""
 
 NAMES = {
     "a": 0,

@@ -2,6 +2,7 @@
 
 import torch
 
+from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype, torch_name
@@ -11,7 +12,7 @@ from ..quantization._kernels import SCALE_BLOCK, quantize_rows
 from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ._checks import check_out, check_same_device
 from ._choice import GemmProblem
-from ._launch import launch
+from ._launch import STARTS_EARLY, launch
 
 _OPERANDS = (torch.float8_e4m3fn, torch.bfloat16)
 
@@ -24,8 +25,10 @@ def _check_operands(
     weight_scale: torch.Tensor | None,
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
+    weight_ready: bool,
 ) -> bool:
     check_tensors(input=input, weight=weight)
+    check_flag("weight_ready", weight_ready)
     for name, operand in (("input", input), ("weight", weight)):
         if operand.dtype not in _OPERANDS:
             raise ValueError(
@@ -91,6 +94,8 @@ def fp8_blockscale_gemm_sm90(
     weight_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    *,
+    weight_ready: bool = False,
 ) -> torch.Tensor:
     """``out = input @ weight.T`` in 8 bits, with scales of blocks of 128 elements along k.
 
@@ -116,6 +121,9 @@ def fp8_blockscale_gemm_sm90(
         ``[m, n]``, bfloat16, contiguous: receives the result.
     out_dtype : torch.dtype, optional
         bfloat16, also if None.
+    weight_ready : bool
+        Whether the kernel that precedes this call on the stream leaves `weight` as it is, as with
+        weights of a model: they are then loaded while it runs. Changes no result.
 
     Returns
     -------
@@ -147,10 +155,13 @@ def fp8_blockscale_gemm_sm90(
         )
     if out.numel() == 0:
         return out
+    # The quantisation of `input` lets the product begin when everything before it has finished.
+    starts_early = weight_ready or input.dtype == torch.bfloat16
     if input.dtype == torch.bfloat16:
         input, input_scale = quantize_rows(input, column_major=True)
     if weight.dtype == torch.bfloat16:
         weight, weight_scale = quantize_rows(weight, column_major=True)
+        starts_early = False
     assert input_scale is not None and weight_scale is not None
     by_row = weight_scale.shape[0] == weight.shape[0]
     problem = GemmProblem(
@@ -162,4 +173,6 @@ def fp8_blockscale_gemm_sm90(
         k=weight.shape[1],
         scale="group" if by_row else "block",
     )
-    return launch(problem, "input", out, input, weight, (input_scale, weight_scale))
+    scales = input_scale, weight_scale
+    layout = STARTS_EARLY if starts_early else 0
+    return launch(problem, "input", out, input, weight, scales, layout=layout)

@@ -16,7 +16,7 @@ from ..autotuner.listeners import call_on_change
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
 from ._choice import GemmProblem
-from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel
+from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
 from ._tuning import choose_product, choose_tiles, is_tuning
 
 _HOPPER = (9, 0)
@@ -104,6 +104,7 @@ def _product(
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
+    layout: int = TRANSPOSED_B,
 ) -> torch.Tensor:
     try:
         if out is None:
@@ -117,11 +118,11 @@ def _product(
         assert out is not None
         if len(_products) > _MOST_PRODUCTS:
             _products.clear()
-        arguments = (names, out, a, b, None, bias, 1.0, None, None, TRANSPOSED_B, 0, pdl)
+        arguments = (names, out, a, b, None, bias, 1.0, None, None, layout, 0, pdl)
         product = _choose(arguments, backend)
         if not is_tuning():
             _products[a.shape, b.shape, out_dtype, backend, a.device] = product
-    product(names, out, a, b, None, bias, 1.0, None, None, TRANSPOSED_B, 0, pdl)
+    product(names, out, a, b, None, bias, 1.0, None, None, layout, 0, pdl)
     return out
 
 
@@ -232,8 +233,14 @@ def tinygemm_bf16(
     bias : torch.Tensor, optional
         ``[n]``, bfloat16.
     use_pdl : bool
-        As `pdl` of `mm_bf16`, which also lists the errors.
+        Programmatic dependent launch: the kernel may be scheduled, and loads `weight`, before the
+        kernel that precedes it ends. That one must therefore not write `weight` or `bias`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `mm_bf16`.
     """
     cuda_tensors(input=input, weight=weight, out=out)
-    check_flag("use_pdl", use_pdl)
-    _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm")
+    layout = TRANSPOSED_B | (STARTS_EARLY if check_flag("use_pdl", use_pdl) else 0)
+    _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm", layout)

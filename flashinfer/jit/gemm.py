@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -125,14 +126,25 @@ def _deepseek_configs() -> Iterator[GemmConfig]:
             yield replace(config, splits=2)
 
 
+def _few_rows_configs() -> Iterator[GemmConfig]:
+    """Products of up to 64 rows, whose weights are the tensor cores' rows."""
+    base = replace(next(_aot_configs()), cluster_rows=1, swap=True)
+    for rows, (columns, consumers) in product((8, 16, 32, 64), ((64, 1), (128, 2))):
+        tile = replace(base, tile_rows=rows, tile_columns=columns, consumers=consumers)
+        for shared, splits in product((1,) if rows == 8 else (1, 2), (1, 2)):
+            yield replace(tile, cluster_columns=shared, splits=splits)
+
+
 def _all_configs() -> Iterator[GemmConfig]:
-    yield from dict.fromkeys([*_aot_configs(), *_qwen3_moe_configs(), *_deepseek_configs()])
+    configs = (_aot_configs, _few_rows_configs, _qwen3_moe_configs, _deepseek_configs)
+    yield from dict.fromkeys(config for each in configs for config in each())
 
 
 @register_generator(
     aot=_all_configs,
     presets={
         "gemm": _aot_configs,
+        "llama-bf16": _few_rows_configs,
         "qwen3-moe": _qwen3_moe_configs,
         "deepseek": _deepseek_configs,
     },

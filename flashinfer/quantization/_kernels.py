@@ -49,6 +49,11 @@ SCALE_BLOCK = 128
 _LEAST_MAGNITUDE = 1e-10  # as the default of `per_token_group_quant_8bit`
 
 
+def rows_config(dtype: torch.dtype, layout: str = "linear") -> GroupQuantConfig:
+    """The kernel of `quantize_rows` for rows of a type, whose scales have a layout."""
+    return GroupQuantConfig(dtype, "e4m3", "float32", layout, SCALE_BLOCK, False)
+
+
 def quantize_rows(
     x: torch.Tensor,
     *,

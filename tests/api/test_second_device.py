@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.trace.calls import Operation, operations, results_of
+from tests.trace.calls import Operation, operations, results_of, runs_on
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,9 @@ def results_on(operation: Operation, device: str) -> list[torch.Tensor]:
     return [torch.atleast_1d(result).contiguous().view(torch.uint8).cpu() for result in results]
 
 
-@pytest.mark.parametrize("operation", operations(), ids=lambda o: o.label)
+@pytest.mark.parametrize(
+    "operation", [o for o in operations() if runs_on(o, "cuda")], ids=lambda o: o.label
+)
 def test_the_second_gpu_computes_what_the_first_does(operation: Operation):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -60,6 +60,22 @@ def test_layernorm(device, shape, dtype):
     check(out, expect_layer(x, gemma, beta, 1e-5), shape[-1], magnitude=magnitude)
 
 
+def test_more_rows_than_run_at_once(device):
+    """Each CTA takes several rows, two at a time in a layer norm, the last of them alone."""
+    shape, dtype = (3001, 1000), torch.bfloat16
+    need(device, dtype, dtype, 1000, subtract_mean=True)
+    need(device, dtype, dtype, 1000, add_residual=True)
+    x, r = new(device, *shape), new(device, *shape, std=4.0)
+    gemma, beta = (new(device, 1000, dtype=torch.float32) for _ in range(2))
+    out = poisoned_like(x)
+    cute_dsl.layernorm_cute(out, x, gemma, beta, 1e-5)
+    check(out, expect_layer(x, gemma, beta, 1e-5), 1000)
+    w, total = new(device, 1000), x.double() + r.double()
+    cute_dsl.fused_add_rmsnorm_cute(x, r, w)
+    check(r, total, 1)
+    check(x, expect_rms(total, w, 1e-6), 1000)
+
+
 @pytest.mark.parametrize("scale_kind", ["float", "tensor"])
 @pytest.mark.parametrize(("out_dtype", "shape"), QUANTISED, ids=str)
 @pytest.mark.parametrize("add_residual", [False, True])

@@ -36,7 +36,7 @@ class FakeEngine:
         self.compile_seconds = 1.5
         self.threads: set[str] = set()
 
-    def build(self) -> None:
+    def build(self, rows=()) -> None:
         """Nothing is compiled."""
 
     def _pages(self, prompt: list[int], params: SamplingParams) -> int:

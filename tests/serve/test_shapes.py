@@ -93,14 +93,16 @@ def test_experts_that_a_step_chose_are_counted():
     """Rows that a graph has beside the tokens of the step do not count."""
     config = ModelConfig.from_dict(SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": 1})
     model = Model(config, RandomWeights(config, "meta"), "meta", torch.bfloat16)
-    chosen = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [7, 0, 1, 2, 3, 4, 5, 99], [8] * 8, [9] * 8])
+    rows = [range(8), [7, 0, 1, 2, 3, 4, 5, 99], range(8, 16), range(9, 17)]
+    chosen = torch.tensor([list(row) for row in rows])
     mixture = model.blocks[1].body
-    mixture.router = lambda x: (torch.ones(len(x), 8), chosen[: len(x)])
-    mixture.router.chosen = 8
+    logits = torch.zeros(4, 128).scatter_(1, chosen, 1.0 - 0.01 * torch.arange(8).expand(4, 8))
+    mixture.router.gate = lambda x: logits[: len(x)]
+    mixture.router.gate.inputs = 2048
     every, expert = decode_step.weight_bytes(model), 3 * 768 * 2048 * 2
     decode_step.note_routes(model)
     assert decode_step.weight_bytes(model, 1) == every - 120 * expert  # as expected by chance
-    mixture.router(torch.zeros(4, 2048))
-    mixture.router(torch.zeros(1, 2048))
+    mixture.router.gate(torch.zeros(4, 2048))
+    mixture.router.gate(torch.zeros(1, 2048))
     assert decode_step.weight_bytes(model, 2) == every - (128 - 9) * expert
     assert decode_step.weight_bytes(model) == every

@@ -13,6 +13,7 @@ import torch
 
 import flashinfer
 from flashinfer._instrument.decorator import traced_functions
+from flashinfer.cute_dsl import is_cute_dsl_available
 from flashinfer.testing.tensors import iter_tensors
 from flashinfer.trace.specs import argument_of
 from flashinfer.trace.template import TraceTemplate, templates_of
@@ -29,6 +30,7 @@ SIZES = {
     "gdn": _DELTA_RULE,
     "gdn2": _DELTA_RULE,
     "kda": {"num_heads": 3, "num_v_heads": 6, "head_dim_k": 32, "head_dim_v": 64},
+    "rmsnorm": {"head_dim": 16},
     "ssd": {"num_heads": 6, "num_groups": 3, "head_dim": 64, "dstate": 128},
     "checkpointing_ssu": {"num_groups": 3, "num_heads": 6, "dstate": 16, "num_rows": 9},
     "selective_state_update": {"num_groups": 3, "num_heads": 6, "dstate": 16},
@@ -89,6 +91,12 @@ def operations() -> list[Operation]:
         for template in templates_of(trace):
             found.setdefault((id(function), id(template)), Operation(function, template))
     return list(found.values())
+
+
+def runs_on(operation: Operation, device: str) -> bool:
+    """Operations of CuTe-DSL need its compiler on a GPU, which not every environment has."""
+    of_dsl = ".cute_dsl" in operation.function.__module__
+    return device == "cpu" or not of_dsl or is_cute_dsl_available()
 
 
 def results_of(

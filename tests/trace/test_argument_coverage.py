@@ -221,6 +221,7 @@ CASES: dict[str, Callable[..., None]] = {
     "segment_alignment": is_refused_beyond_the_listed,
     "tactic": is_refused_beyond_the_listed,
     "use_pdl": is_a_hint,
+    "weight_ready": is_a_hint,
     "scale_tma_aligned": is_refused_beyond_the_listed,
     "scale_ue8m0": chooses(True),
     "sfLayout": is_refused_beyond_the_listed,

@@ -24,20 +24,13 @@ from torch.utils._pytree import tree_map_only
 
 import flashinfer
 from flashinfer._compile.handles import references
-from flashinfer.cute_dsl import is_cute_dsl_available
 from flashinfer.testing.tensors import clone_arguments, iter_tensors
-from tests.trace.calls import Operation, operations
+from tests.trace.calls import Operation, operations, runs_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def runs_here(operation: Operation) -> bool:
-    """Operations of CuTe-DSL need its compiler on a GPU, which not every environment has."""
-    of_dsl = ".cute_dsl" in operation.function.__module__
-    return DEVICE == "cpu" or not of_dsl or is_cute_dsl_available()
-
-
-OPERATIONS = [operation for operation in operations() if runs_here(operation)]
+OPERATIONS = [operation for operation in operations() if runs_on(operation, DEVICE)]
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.label)
 
 

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from flashinfer._attention.plan.planner import ESTIMATE_DTYPE, PlanConfig, estimate_kernels
 from flashinfer._attention.plan.spec import AttentionSpec
 from flashinfer._attention.plan.speeds import (
+    CAPPED,
     MEMORY,
     MODEL_DTYPE,
     SPEEDS,
+    STRIDED_QUERIES,
     KernelSpeed,
     kernel_model,
 )
@@ -45,10 +47,12 @@ class Launch:
     tile_q_second: int = 0
     fixed_split_size: bool = False
     with_hopper: bool = True
+    logits_soft_cap: float = 0.0
 
     def model(self, page_size: int) -> torch.Tensor:
         heads = self.num_kv_heads * self.group_size, self.num_kv_heads, *self.head_dims
-        spec = AttentionSpec(*heads, BF16, self.kv_dtype, BF16, sm_scale=1.0)
+        cap = self.logits_soft_cap
+        spec = AttentionSpec(*heads, BF16, self.kv_dtype, BF16, sm_scale=1.0, logits_soft_cap=cap)
         options = self.tile_q_second, self.fixed_split_size, self.with_hopper
         return kernel_model(spec, page_size, *options)
 
@@ -73,7 +77,7 @@ def launch_us(
     """Time of one kernel for (rows, keys) of some requests."""
     group, heads, slots = launch.group_size, launch.num_kv_heads, speed.ctas * NUM_SMS
     totals = Totals([32 if q >= 128 else 16 for q in (tile_q, second)], piece_tiles)
-    keys = 0.0
+    keys, unit_costs = 0.0, 0
     for rows, kv_len in requests:
         if rows == 0:
             continue
@@ -99,6 +103,7 @@ def launch_us(
                 least = min(most, max(1, -(-(before + int(tokens)) // tile_kv)))
             loaded = max(loaded, tiles)
         unit = totals.unit[kind]
+        unit_costs += tiles * unit
         cost = int((loaded + tiles * piece_tiles) * unit)
         ends = [(n + piece_tiles) * unit for n in (most, least)]
         totals.add_tiles(kind, min(rows, tile), tiles, cost, *ends)
@@ -119,7 +124,8 @@ def launch_us(
         lists, end = shares.columns * heads, float(shares.waves * shares.share)
         merging = speed.merge + 4 * rows * launch.head_dims[1] / partial
         merging += per_part * max(1.0, shares.columns / totals.tiles)
-    end = end / totals.unit[0] + speed.further * max(lists / slots - 1, 0.0)
+    further = speed.further * unit_costs / (totals.tiles * totals.unit[0])
+    end = end / totals.unit[0] + further * max(lists / slots - 1, 0.0)
     compute = end * speed.per_kv_tile * (speed.alone if lists <= NUM_SMS else 1.0)
     key_bytes = sum(launch.head_dims) * launch.kv_dtype.itemsize
     loads = first_keys + keys * heads * key_bytes / dram
@@ -152,19 +158,26 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     if not has_boxes(batch.page_size, tile_kv):
         slower *= kind.gathered
 
+    capped = 1 + CAPPED * 256 / sum(launch.head_dims) if launch.logits_soft_cap > 0 else 1.0
+
+    def portable_factor(tile: int) -> float:
+        return portable * (capped if tile == 128 else 1.0)
+
     def speed_of(tile: int) -> KernelSpeed:
         if tile > 16:
-            return slower_by(portable, speeds.tiles[tile], later)
+            return slower_by(portable_factor(tile), speeds.tiles[tile], later)
         return slower_by(of_few, speeds.tiles.get(tile, speeds.tiles[16]))
 
     def hopper_us(part: list[tuple[int, int]]) -> float:
-        speed, tile = slower_by(slower, speeds.hopper), hopper_tile_q(*launch.head_dims)
+        speed, tile = slower_by(capped * slower, speeds.hopper), hopper_tile_q(*launch.head_dims)
+        if tile % group != 0:
+            speed = speed._replace(further=speed.further + STRIDED_QUERIES)
         return launch_us(launch, batch, part, speed, tile, 0, tile_kv, 2)
 
     if not second:
         portable_us = launch_us(launch, batch, requests, speed_of(tile_q), tile_q)
         return tile_q, portable_us, hopper_us(requests), math.inf, 0
-    both = slower_by(portable, speeds.second, later)
+    both = slower_by(portable_factor(tile_q), speeds.second[tile_q], later)
     one_us = launch_us(launch, batch, requests, both, tile_q, second)
     tile_few = choose_tile_q(few_rows, few_rows, launch.head_dims[1], launch.fixed_split_size)
     apart_us = launch_us(launch, batch, few, speed_of(tile_few), second) + hopper_us(rest)
@@ -199,7 +212,8 @@ LAUNCHES = st.builds(
     group_size=st.sampled_from([1, 4, 7, 64]),
     head_dims=st.sampled_from(sorted(SPEEDS)),
     kv_dtype=st.sampled_from([BF16, E4M3]),
-    tile_q_second=st.sampled_from([0, 0, 16, 64]),
+    tile_q_second=st.sampled_from([0, 0, 16]),
+    logits_soft_cap=st.sampled_from([0.0, 0.0, 30.0]),
 )
 
 

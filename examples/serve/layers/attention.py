@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,9 @@ import torch
 from .. import kernels
 from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
-from .body import Body
+from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cut, Cuts
-from .linear import Product
+from .linear import Codes, Fp8Blocks, Product, is_hopper
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -181,46 +182,98 @@ class Attention(Body):
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         return (2, page_size, self.spec.kv_heads, self.spec.dim)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
-        q, k, v, gate = in_tiles(batch.tile, self._project, x, batch.rotations)
-        self._append(k, v, batch, cache)
+    @property
+    def takes_codes(self) -> bool:
+        return isinstance(self.qkv, Fp8Blocks)
+
+    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        project = partial(self._project, rotates=not self._rounds_keys(cache))
+        q, k, v, gate = in_tiles(batch.tile, project, x, batch.rotations)
+        self._append(q, k, v, batch, cache)
         return in_tiles(batch.tile, self._finish, self._attend(q, batch, cache), gate)
 
-    def parts(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> list[Callable[[], Any]]:
+    def parts(
+        self, x: torch.Tensor, batch: LaterBatch, cache: torch.Tensor
+    ) -> list[Callable[[], Any]]:
         spec, rows = self.spec, len(x)
         q = x.new_zeros(rows, spec.heads, spec.dim)
         k = x.new_zeros(rows, spec.kv_heads, spec.dim)
+        gate = q if self.gated else q[:, :0]
+        rotates = not self._rounds_keys(cache)
         return [
-            lambda: self._project(x, batch.rotations),
-            lambda: self._append(k, k, batch, cache),
-            lambda: self._attend(q, batch, cache),
+            lambda: self.qkv(x),
+            lambda: self._turn(q, k, batch().rotations, rotates),
+            lambda: self._append(q, k, k, batch(), cache),
+            lambda: self._finish(q.flatten(1), gate),
+            lambda: self._attend(q, batch(), cache),
         ]
 
     def _project(
-        self, x: torch.Tensor, rotations: torch.Tensor
+        self, x: torch.Tensor | Codes, rotations: torch.Tensor, rotates: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys, values and gates of normalised rows."""
+        """Queries, keys, values and gates of normalised rows; `rotates`: with their positions."""
         heads, kv_heads, dim = self.spec.heads, self.spec.kv_heads, self.spec.dim
         widths = [heads * (1 + self.gated), kv_heads, kv_heads]
         q, k, v = self.qkv(x).view(len(x), sum(widths), dim).split(widths, dim=1)
         gate = q[:, :0]
         if self.gated:
             q, gate = (part.contiguous() for part in q.view(len(x), heads, 2, dim).unbind(2))
+        return *self._turn(q, k, rotations, rotates), v, gate
+
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, rotations: torch.Tensor, rotates: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys with their norms and, if `rotates`, positions; perhaps in place."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            self.rope(rotations, q, k, dim)
-        return q, k, v, gate
+        if self.rope is not None and rotates:
+            self.rope(rotations, q, k, self.spec.dim)
+        return q, k
 
-    def _append(self, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: torch.Tensor) -> None:
+    def _rounds_keys(self, cache: torch.Tensor) -> bool:
+        """Whether one kernel rotates keys, rounds them and values to 8 bits, and appends both."""
+        return (
+            cache.dtype == torch.float8_e4m3fn
+            and self.rope is not None
+            and self.rope.cos_sin.shape[1] == self.spec.dim
+            and self.k_scale == self.v_scale
+            and self.spec.heads > 1
+        )
+
+    def _append(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        cache: torch.Tensor,
+    ) -> None:
+        """Keys and values to their pages; rotates queries and keys if `_rounds_keys`."""
+        slots = batch.kv_indices, batch.kv_indptr
+        if self.rope is not None and self._rounds_keys(cache):
+            # The last head stands in for the keys, which the other kernel rotates.
+            self.rope(batch.rotations, q[:, :-1], q[:, -1:], self.spec.dim)
+            kernels.rope.rope_quantize_fp8_append_paged_kv_cache(
+                *(k[:, :1], k, None, None, v),
+                self.rope.cos_sin,
+                batch.rotations,
+                cache.unbind(1),
+                *slots,
+                batch.batch_indices,
+                batch.positions,
+                is_neox=self.rope.halves,
+                quant_scale_kv=1 / self.k_scale,
+                page_size=cache.shape[2],
+                enable_pdl=is_hopper(k.device),
+            )
+            return
         kernels.append_paged_kv_cache(
             as_cached(k, cache.dtype, self.k_scale),
             as_cached(v, cache.dtype, self.v_scale),
             batch.batch_indices,
             batch.positions,
             cache,
-            batch.kv_indices,
-            batch.kv_indptr,
+            *slots,
             batch.kv_last_page_len,
         )
 

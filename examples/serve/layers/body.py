@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from ..batch import Batch
+from .linear import Codes
 from .norm import Norm
+
+LaterBatch = Callable[[], Batch]
+"""A batch that may not be there yet."""
 
 
 class Body:
@@ -26,6 +30,11 @@ class Body:
     invariant = False
     spec: Any = None
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether a product of 8-bit weights alone reads its input, which may then be `Codes`."""
+        return False
+
     def page_shape(self, page_size: int) -> tuple[int, ...] | None:
         """Shape of a page of the cache; None: it keeps nothing of a token."""
         return None
@@ -34,13 +43,13 @@ class Body:
         """State of a request of any length, ``[slots, ...]`` each; None: it has none."""
         return None
 
-    def __call__(self, x: torch.Tensor, batch: Batch, cache: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: Any) -> torch.Tensor:
         """Result for normalised rows; `cache` are its pages or its state."""
         raise NotImplementedError
 
-    def parts(self, x: torch.Tensor, batch: Batch, cache: Any) -> list[Callable[[], Any]]:
+    def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         """Calls that need other kernels and not each other's results; attention last."""
-        return [lambda: self(x, batch, cache)]
+        return [lambda: self(x, batch(), cache)]
 
 
 @dataclass

@@ -10,6 +10,7 @@ Source: DeepSeek-AI, "DeepSeek-V2", 2024.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ import torch
 from .. import kernels
 from ..batch import Batch
 from .attention import Rope
-from .body import Body
+from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, WHOLE, Cuts
-from .linear import Product
+from .linear import Codes, Fp8Blocks, Product
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -216,40 +217,79 @@ class LatentAttention(Body):
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         return (page_size, self.spec.latent + self.spec.rotary)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_codes(self) -> bool:
+        return isinstance(self.inputs, Fp8Blocks)
+
+    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         spec = self.spec
         first = self.inputs(x)
         row = spec.latent + spec.rotary
         q, latent, turned = first.split([first.shape[1] - row, spec.latent, spec.rotary], 1)
         if self.query is not None and self.query_norm is not None:
-            q = self.query(self.query_norm(q.contiguous()))
+            q = self._queries(self.query, self.query_norm, q)
         q = q.view(len(x), spec.heads, spec.own + spec.rotary)
         own, turning = q[..., : spec.own], q[..., spec.own :].contiguous()
         turned = turned.contiguous()
         self.rope(batch.rotations, turning, turned[:, None], spec.rotary)
-        latents, rotaries = cache.split([spec.latent, spec.rotary], -1)
+        self._append(self.latent_norm(latent.contiguous()), turned, batch, cache)
+        return self.output(self._attend(own, turning, batch, cache).flatten(1))
+
+    def parts(
+        self, x: torch.Tensor, batch: LaterBatch, cache: torch.Tensor
+    ) -> list[Callable[[], Any]]:
+        spec = self.spec
+        latent, turned = x.new_zeros(len(x), spec.latent), x.new_zeros(len(x), spec.rotary)
+        turning = x.new_zeros(len(x), spec.heads, spec.rotary)
+        own = x.new_zeros(len(x), spec.heads, spec.own)
+        parts = [
+            lambda: self.inputs(x),
+            lambda: self.output(x.new_zeros(len(x), self.output.inputs)),
+            lambda: self.rope(batch().rotations, turning, turned[:, None], spec.rotary),
+            lambda: self.latent_norm(latent),
+            lambda: self._append(latent, turned, batch(), cache),
+            lambda: self._attend(own, turning, batch(), cache),
+        ]
+        if self.query is not None and self.query_norm is not None:
+            query, norm = self.query, self.query_norm
+            parts.insert(0, lambda: self._queries(query, norm, x.new_zeros(len(x), query.inputs)))
+        return parts
+
+    def _append(
+        self, latent: torch.Tensor, turned: torch.Tensor, batch: Batch, cache: torch.Tensor
+    ) -> None:
+        """The two rows of each token to its page."""
         kernels.append_paged_mla_kv_cache(
-            self.latent_norm(latent.contiguous()),
+            latent,
             turned,
             batch.batch_indices,
             batch.positions,
-            latents,
-            rotaries,
+            *cache.split([self.spec.latent, self.spec.rotary], -1),
             batch.kv_indices,
             batch.kv_indptr,
             batch.kv_last_page_len,
         )
-        wrappers = batch.attention[spec]
-        out = x.new_empty(len(x), spec.heads, spec.values)
-        if wrappers.decoding is not None:
-            rows = wrappers.decoding
-            q_rows = own[rows], turning[rows]
-            out[rows] = self._absorbed(*q_rows, wrappers.absorbed, latents, rotaries)
-        if wrappers.prompts is not None:
-            rows = wrappers.prompts
+
+    @staticmethod
+    def _queries(query: Product, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        """Queries of their first product's rows."""
+        if isinstance(query, Fp8Blocks) and norm.rounds:
+            return query(norm.rounded(x))
+        return query(norm(x.contiguous()))
+
+    def _attend(
+        self, own: torch.Tensor, turning: torch.Tensor, batch: Batch, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of queries, whose rotary columns are `turning`, to what the cache has."""
+        spec, wrappers = self.spec, batch.attention[self.spec]
+        out = own.new_empty(len(own), spec.heads, spec.values)
+        if (rows := wrappers.decoding) is not None:
+            rest = cache.split([spec.latent, spec.rotary], -1)
+            out[rows] = self._absorbed(own[rows], turning[rows], wrappers.absorbed, *rest)
+        if (rows := wrappers.prompts) is not None:
             keys = cache.flatten(0, 1)[wrappers.keys]
-            out[rows] = self._expanded(q[rows][..., : spec.own], turning[rows], wrappers, keys)
-        return self.output(out.flatten(1))
+            out[rows] = self._expanded(own[rows], turning[rows], wrappers, keys)
+        return out
 
     def _absorbed(
         self,

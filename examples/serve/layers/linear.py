@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .. import kernels
 
 FP8_MAX = 448.0
+BLOCK = 128
+"""Elements along a side of what shares a scale."""
 
 
 class Product(Protocol):
     """``x @ W.T + bias`` for rows of 16 bits, whatever format the weights have."""
 
+    @property
+    def inputs(self) -> int:
+        """Columns of `x`."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass
+class Codes:
+    """Rows of 8 bits with a scale for each 128 elements, which products of `Fp8Blocks` take.
+
+    Attributes
+    ----------
+    numbers : torch.Tensor
+        ``[rows, columns]`` float8_e4m3fn.
+    scales : torch.Tensor
+        ``[rows, columns / 128]`` float32.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass
@@ -29,10 +57,20 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
+    @property
+    def inputs(self) -> int:
+        return len(self.weight)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
             return x @ self.weight
         return torch.addmm(self.bias, x, self.weight)
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device has the kernels for Hopper, and launches kernels early."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @dataclass
@@ -40,6 +78,10 @@ class Joined:
     """Products of the same input that no kernel does at once."""
 
     parts: list[Product]
+
+    @property
+    def inputs(self) -> int:
+        return self.parts[0].inputs
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts], 1)
@@ -64,6 +106,10 @@ class Fp8Rows:
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         numbers = x.float()
         if self.input_scale is None:
@@ -80,18 +126,30 @@ class Fp8Rows:
 class Fp8Blocks:
     """8-bit weights with a scale for each 128 by 128 elements.
 
-    Activations are rounded to 8 bits by 128 elements of a row.
+    Activations are rounded to 8 bits by 128 elements of a row, here or by whoever made them.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = kernels.gemm.fp8_blockscale_gemm_sm90(
-            x.contiguous(), self.weight, weight_scale=self.scale
-        )
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
+    def __call__(self, x: torch.Tensor | Codes) -> torch.Tensor:
+        product = kernels.gemm.fp8_blockscale_gemm_sm90
+        if isinstance(x, Codes):
+            out = product(x.numbers, self.weight, x.scales, self.scale, **_ready(product))
+        else:
+            out = product(x.contiguous(), self.weight, weight_scale=self.scale)
         return out if self.bias is None else out + self.bias
+
+
+@functools.cache
+def _ready(product: Callable[..., Any]) -> dict[str, bool]:
+    """The argument that lets a product load weights early, if the package has it."""
+    return {"weight_ready": True} if "weight_ready" in inspect.signature(product).parameters else {}
 
 
 @dataclass
@@ -116,6 +174,10 @@ class Int4Groups:
     offset: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     order: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.codes.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous() if self.order is None else x[:, self.order]

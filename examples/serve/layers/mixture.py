@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..batch import Batch
-from .body import Body
+from .body import Body, LaterBatch
 from .division import EXPERT_COLUMNS, EXPERT_ROWS, WHOLE, Cuts
-from .experts import Experts
+from .experts import Experts, RoutedLayer
 from .linear import Product
 from .mlp import Mlp, SquaredMlp
 from .weights import Weights
@@ -20,11 +21,21 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Router(Protocol):
-    """Rows to weights and numbers of their experts, ``[rows, chosen]`` float32 and int32."""
+    """Chooses the experts of rows by their logits.
 
+    Attributes
+    ----------
+    gate : Product
+        Rows to logits of the experts.
+    chosen : int
+        Experts of a row.
+    """
+
+    gate: Product
     chosen: int
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers of experts, ``[rows, chosen]`` float32 and int32."""
 
 
 @dataclass
@@ -33,6 +44,11 @@ class SharedExpert:
 
     mlp: Mlp | SquaredMlp
     gate: Product | None = None
+
+    def parts(self, x: torch.Tensor, batch: LaterBatch) -> list[Callable[[], Any]]:
+        """As `Body.parts`."""
+        gate = [] if self.gate is None else [lambda: self(x)]
+        return [*self.mlp.parts(x, batch, None), *gate]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self.mlp.rows(x)
@@ -58,9 +74,34 @@ class Mixture(Body):
         """Experts of a token."""
         return self.router.chosen
 
+    def __post_init__(self) -> None:
+        self._layer: RoutedLayer | None = None
+
     def __call__(self, x: torch.Tensor, batch: Batch, cache: Any = None) -> torch.Tensor:
-        out = self.experts(x, *self.router(x))
+        out = self._routed(x, self.router.gate(x))
         return out if self.shared is None else out.add_(self.shared(x))
+
+    def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
+        logits = x.new_zeros(len(x), len(self.experts.up))
+        numbers = torch.arange(self.router.chosen, dtype=torch.int32, device=x.device)
+        weights = x.new_ones(len(x), len(numbers), dtype=torch.float32)
+        parts = [
+            lambda: self.experts(x, weights, numbers.repeat(len(x), 1)),
+            lambda: self._routed(x, logits),  # the same experts' kernels, and the router's
+            lambda: self.router.gate(x),
+        ]
+        if (shared := self.shared) is not None:
+            parts += shared.parts(x, batch)
+        return parts
+
+    def _routed(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The experts' part, by one call for routers that it knows."""
+        router = self.router
+        if isinstance(router, SoftmaxRouter) and router.renormalize and self.experts.is_plain(x):
+            if self._layer is None:
+                self._layer = RoutedLayer(self.experts, router.chosen)
+            return self._layer(x, logits)
+        return self.experts(x, *router.choose(logits))
 
 
 @dataclass
@@ -82,8 +123,7 @@ class SoftmaxRouter:
     chosen: int
     renormalize: bool = True
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.gate(x)
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The sum over experts needs no order, and sorting takes as long as choosing.
         best, numbers = logits.topk(self.chosen, dim=-1, sorted=False)
         if self.renormalize:

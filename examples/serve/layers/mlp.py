@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from .. import kernels
 from ..batch import Batch
 from ..invariance import in_tiles
-from .body import Body
+from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cuts
-from .linear import Product
+from .linear import BLOCK, Codes, Fp8Blocks, Product
 from .weights import Weights
 
 ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
@@ -52,10 +53,26 @@ class Mlp(Body):
             ACTIVATIONS[activation],
         )
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(getattr(kernels, self.activation)(self.up(x)))
+    @property
+    def takes_codes(self) -> bool:
+        return isinstance(self.up, Fp8Blocks)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, cache: Any = None) -> torch.Tensor:
+    def rows(self, x: torch.Tensor | Codes) -> torch.Tensor:
+        return self.down(self._activate(self.up(x)))
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor | Codes:
+        """Values times gate, in 8 bits where a product of these follows."""
+        name = f"{self.activation}_per_token_group_quant_8bit"
+        if isinstance(self.down, Fp8Blocks) and hasattr(kernels.quantization, name):
+            round_values = getattr(kernels.quantization, name)
+            return Codes(*round_values(x, BLOCK, column_major_scales=True))
+        return getattr(kernels, self.activation)(x)
+
+    def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
+        gates = x.new_zeros(len(x), 2 * self.down.inputs)
+        return [lambda: self.up(x), lambda: self.down(self._activate(gates))]
+
+    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: Any = None) -> torch.Tensor:
         return in_tiles(batch.tile, self.rows, x)
 
 

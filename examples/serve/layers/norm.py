@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
+from .linear import BLOCK, Codes
 
 
 @dataclass
@@ -37,6 +38,28 @@ class Norm:
             kernels.gemma_fused_add_rmsnorm(x, residual, self.weight, self.eps)
         else:
             kernels.fused_add_rmsnorm(x, residual, self.weight, self.eps)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its result may have 8 bits."""
+        return not self.plus_one and len(self.weight) % BLOCK == 0
+
+    def add_rounded(self, x: torch.Tensor, residual: torch.Tensor) -> Codes:
+        """As `add`, with the result in 8 bits, too."""
+        rows, columns = x.shape
+        numbers = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        scales = x.new_empty(columns // BLOCK, -(-rows // 4) * 4, dtype=torch.float32)
+        kernels.fused_add_rmsnorm_fp8_block_quant(
+            numbers, scales, x, x, residual, self.weight, self.eps
+        )
+        return Codes(numbers, scales[:, :rows].t())
+
+    def rounded(self, x: torch.Tensor) -> Codes:
+        """The norm of `x` in 8 bits."""
+        numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = x.new_empty(x.shape[1] // BLOCK, -(-len(x) // 4) * 4, dtype=torch.float32)
+        kernels.norm.rmsnorm_fp8_block_quant(numbers, scales, x, self.weight, self.eps)
+        return Codes(numbers, scales[:, : len(x)].t())
 
 
 def gated_norm(

@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 
 from .division import taken
-from .linear import Fp8Blocks, Fp8Rows, Int4Groups, Linear, Product
+from .linear import BLOCK, Fp8Blocks, Fp8Rows, Int4Groups, Linear, Product
 
-BLOCK = 128
 Ranges = list[tuple[int, int]]
 """Begin and end of what is taken of rows or columns."""
 

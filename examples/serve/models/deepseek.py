@@ -139,8 +139,8 @@ class _GroupRouter:
             gate, chosen, groups, kept, scale,
         )  # fmt: skip
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shares = self.gate(x).float().softmax(-1)
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shares = logits.float().softmax(-1)
         if self.groups > 1:
             grouped = shares.unflatten(1, (self.groups, -1))
             best = grouped.amax(-1).topk(self.kept, dim=-1).indices
@@ -159,11 +159,11 @@ class SigmoidRouter:
         self.gate, self.bias, self.chosen = gate, bias, chosen
         self.groups, self.scale = groups, scale
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self.gate(x).float()
-        weights = scores.new_empty(len(x), self.chosen)
-        numbers = torch.empty(len(x), self.chosen, dtype=torch.int32, device=x.device)
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = len(logits), self.chosen
+        weights = logits.new_empty(shape, dtype=torch.float32)
+        numbers = logits.new_empty(shape, dtype=torch.int32)
         kernels.fused_moe.fused_topk_deepseek(
-            scores, self.bias, *self.groups, self.chosen, self.scale, weights, numbers
+            logits, self.bias, *self.groups, self.chosen, self.scale, weights, numbers
         )
         return weights, numbers

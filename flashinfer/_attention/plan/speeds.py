@@ -36,6 +36,12 @@ COPIES = CopySpeed(3.5, 3.3e6)
 """Of launches that copy or rotate keys before the attention."""
 ROTATING = 1.5
 """How much longer the portable kernel takes for a prefill that it rotates (at least)."""
+CAPPED = 0.42
+"""By how much a KV tile of 128 rows takes longer with a soft cap, in heads of 128: its work is per
+weight, so that larger heads, whose products take longer, lose less. Smaller tiles wait anyway."""
+STRIDED_QUERIES = 1.4
+"""What `KernelSpeed.further` of the Hopper kernel is more where no box holds a tile's queries, as
+the group does not divide its rows: threads copy them."""
 
 
 class KernelSpeed(NamedTuple):
@@ -66,7 +72,9 @@ class Speeds(NamedTuple):
     hopper: KernelSpeed
     gathered: float  # factor for pages that threads copy instead of TMA
     widened: Widened
-    second: KernelSpeed  # of a launch with two tiles, per KV tile of the larger one
+    # Launches with a second tile, by rows of the first, per KV tile of that. With 64 rows it is 0.7
+    # of the time with 128, but for heads of 256, which have no larger tile and were fitted.
+    second: dict[int, KernelSpeed]
 
 
 SPEEDS = {
@@ -80,7 +88,10 @@ SPEEDS = {
         hopper=KernelSpeed(1, 3.5, 1.35, 1.0, 2.2, 0.09),
         gathered=1.93,
         widened=Widened(1.29, 1.56, 3.07, 1.4, 1.66),
-        second=KernelSpeed(2, 0.6, 1.98, 0.82, 2.97, 0.63),
+        second={
+            64: KernelSpeed(2, 0.6, 1.39, 0.82, 2.97, 0.5),
+            128: KernelSpeed(2, 0.6, 1.98, 0.82, 2.97, 0.63),
+        },
     ),
     (96, 96): Speeds(
         tiles={
@@ -92,7 +103,10 @@ SPEEDS = {
         hopper=KernelSpeed(1, 1.68, 1.54, 1.0, 0.83, -0.4),
         gathered=1.8,
         widened=Widened(1.2, 1.05, 0.0, 0.93, 1.54),
-        second=KernelSpeed(2, 1.53, 2.62, 0.71, 4.6, -0.21),
+        second={
+            64: KernelSpeed(2, 1.53, 1.83, 0.71, 4.0, 0.5),
+            128: KernelSpeed(2, 1.53, 2.62, 0.71, 4.6, -0.21),
+        },
     ),
     (128, 128): Speeds(
         tiles={
@@ -104,7 +118,10 @@ SPEEDS = {
         hopper=KernelSpeed(1, 3.27, 1.43, 1.0, 0.42, -0.98),
         gathered=2.51,
         widened=Widened(0.75, 1.25, 3.9, 1.01, 1.49),
-        second=KernelSpeed(2, 1.17, 2.04, 0.63, 6.0, 2.0),
+        second={
+            64: KernelSpeed(2, 1.17, 1.43, 0.63, 4.0, 0.5),
+            128: KernelSpeed(2, 1.17, 2.04, 0.63, 6.0, 2.0),
+        },
     ),
     (192, 128): Speeds(
         tiles={
@@ -116,18 +133,21 @@ SPEEDS = {
         hopper=KernelSpeed(1, 2.5, 1.78, 1.0, 1.59, 0.32),
         gathered=1.53,
         widened=Widened(0.74, 0.85, 0.0, 1.06, 1.48),
-        second=KernelSpeed(1, 1.41, 3.31, 1.01, 0.12, 0.33),
+        second={
+            64: KernelSpeed(1, 1.41, 2.32, 1.01, 0.12, 0.5),
+            128: KernelSpeed(1, 1.41, 3.31, 1.01, 0.12, 0.33),
+        },
     ),
     (256, 256): Speeds(
         tiles={
-            8: KernelSpeed(1, 0.0, 1.85, 1.1, 0.73, -1.15),
-            16: KernelSpeed(1, 1.42, 1.27, 0.93, 1.4, -0.12),
-            64: KernelSpeed(1, 0.6, 2.2, 1.1, 1.91, 0.86),
+            8: KernelSpeed(1, 0.0, 1.85, 1.04, 1.03, -1.15),
+            16: KernelSpeed(1, 1.42, 1.27, 0.93, 1.55, -0.12),
+            64: KernelSpeed(1, 0.0, 2.27, 1.13, 2.21, 1.46),
         },
-        hopper=KernelSpeed(1, 2.05, 1.68, 1.0, 1.81, 1.77),
-        gathered=1.8,
-        widened=Widened(1.01, 1.15, 0.04, 0.91, 1.67),
-        second=KernelSpeed(1, 0.28, 2.26, 0.96, 6.0, 0.3),
+        hopper=KernelSpeed(1, 3.55, 1.68, 0.89, 0.91, 1.77),
+        gathered=2.23,
+        widened=Widened(1.01, 1.08, 0.04, 1.03, 1.67),
+        second={64: KernelSpeed(1, 0.58, 2.47, 1.02, 6.0, 0.3)},
     ),
 }
 """By head sizes (qk, vo)."""
@@ -148,6 +168,7 @@ _TILE_DTYPE = np.dtype(
         ("most_rows", np.float64),
         ("mean_rows", np.float64),
         ("speed", _SPEED_DTYPE),
+        ("both", _SPEED_DTYPE),
     ]
 )
 MODEL_DTYPE = np.dtype(
@@ -164,7 +185,6 @@ MODEL_DTYPE = np.dtype(
         ("tile_q_second", np.int64),
         ("portable_tile_kv", np.int64),
         ("portable_piece_tiles", np.int64),
-        ("second_speed", _SPEED_DTYPE),
         ("hopper_tile_q", np.int64),
         ("hopper_tile_kv", np.int64),
         ("hopper_piece_tiles", np.int64),
@@ -207,7 +227,7 @@ def kernel_model(
     head_dims = spec.head_dim_qk, spec.head_dim_vo
     speeds = SPEEDS[head_dims] if with_hopper else None
     hopper = _UNKNOWN._replace(start=math.inf)
-    few, portable, portable_start = 1.0, 1.0, 0.0
+    few, portable, portable_start, capped = 1.0, 1.0, 0.0, 1.0
     portable_sizes = hopper_sizes = portable_tiles()
     if speeds is not None:
         widens = is_widened(spec.q_data_type, spec.kv_data_type)
@@ -219,8 +239,13 @@ def kernel_model(
             factor *= tile_kv / hopper_tiles(*_MEASURED, *head_dims).tile_kv
         if are_gathered(page_size, tile_kv):
             factor *= gathered
+        if spec.logits_soft_cap > 0:
+            capped += CAPPED * 256 / sum(head_dims)
+            factor *= capped
         hopper = _slower(speeds.hopper, factor)
-    known = speeds.tiles if speeds is not None else {}
+        if hopper_tile_q(*head_dims) % spec.group_size:
+            hopper = hopper._replace(further=hopper.further + STRIDED_QUERIES)
+    known, both = (speeds.tiles, speeds.second) if speeds is not None else ({}, {})
     model = np.zeros((), MODEL_DTYPE)
     model["num_kv_heads"], model["group_size"] = spec.num_kv_heads, spec.group_size
     model["head_dim_vo"], model["num_sms"] = spec.head_dim_vo, _NUM_SMS
@@ -229,9 +254,6 @@ def kernel_model(
     model["first_keys"], model["dram"], model["partial"], model["per_part"] = MEMORY
     model["tile_q_second"] = tile_q_second
     model["portable_tile_kv"], model["portable_piece_tiles"] = portable_sizes
-    model["second_speed"] = (
-        _UNKNOWN if speeds is None else _slower(speeds.second, portable, portable_start)
-    )
     model["hopper_tile_q"] = hopper_tile_q(*head_dims)
     model["hopper_tile_kv"], model["hopper_piece_tiles"] = hopper_sizes
     model["hopper_speed"] = hopper
@@ -239,9 +261,10 @@ def kernel_model(
     model["num_tiles"] = len(rules)
     for tile, rule in zip(model["tiles"], rules, strict=False):
         speed = known.get(rule.tile_q, _UNKNOWN)
-        slower = (portable, portable_start) if rule.tile_q > 16 else (few, 0.0)
+        more = portable * (capped if rule.tile_q == 128 else 1.0), portable_start
         tile["tile_q"], tile["most_rows"], tile["mean_rows"] = rule
-        tile["speed"] = _slower(speed, *slower)
+        tile["speed"] = _slower(speed, *(more if rule.tile_q > 16 else (few, 0.0)))
+        tile["both"] = _slower(both.get(rule.tile_q, _UNKNOWN), *more)
     return torch.from_numpy(model[None].view(np.uint8))
 
 

@@ -148,9 +148,10 @@ def _init(arguments: dict[str, Any]) -> dict[str, Any]:
     tokens, groups, rows = x.shape[1], arguments["B"].shape[2], arguments["x_cache"].shape[2]
     rows = max(rows, 2 * tokens)
     new = dict(device=x.device)
-    arguments["x_cache"] = torch.randn(slots, heads, rows, dim, **new).to(x.dtype)
-    arguments["B_cache"] = torch.randn(slots, groups, rows, dstate, **new).to(x.dtype)
-    arguments["dt_cache"] = torch.rand(slots, heads, rows, **new)
+    generator = torch.Generator().manual_seed(0)
+    arguments["x_cache"] = torch.randn(slots, heads, rows, dim, generator=generator).to(x)
+    arguments["B_cache"] = torch.randn(slots, groups, rows, dstate, generator=generator).to(x)
+    arguments["dt_cache"] = torch.rand(slots, heads, rows, generator=generator).to(x.device)
     numbers = torch.arange(slots, **new)
     arguments["ring_start"] = (numbers % rows).to(torch.int32)
     arguments["prev_num_accepted_tokens"] = (numbers % (rows - tokens + 1)).to(torch.int32)

@@ -79,7 +79,8 @@ def _quant_reference(
 def _quant_init(arguments: dict[str, Any]) -> dict[str, Any]:
     """Heads of 128 and 128 columns."""
     wide = arguments["kv_nope"]
-    kv_nope = torch.randn(*wide.shape[:2], 256).to(wide.device, wide.dtype)
+    generator = torch.Generator().manual_seed(0)
+    kv_nope = torch.randn(*wide.shape[:2], 256, generator=generator).to(wide.device, wide.dtype)
     return {**arguments, "kv_nope": kv_nope, "nope_dim": 128}
 
 

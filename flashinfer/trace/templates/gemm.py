@@ -142,6 +142,7 @@ fp8_blockscale_gemm_sm90_trace = TraceTemplate(
     name_prefix="fp8_blockscale_gemm_sm90",
     reference=_fp8_blockscale_gemm_sm90_reference,
     init=_fp8_blockscale_init,
+    hints=["weight_ready"],
     description="Product of 8-bit matrices with scales of 128 elements along the sum.",
 )
 

@@ -92,8 +92,7 @@ __global__ void __launch_bounds__(256)
   constexpr bool kExact = sizeof(T) == 4;
   const uint32_t num_vecs = params.hidden_size / kVecSize;
   const uint32_t first_vec = blockIdx.x * (blockDim.x * kVecsPerThread) + threadIdx.x;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   for (uint32_t row = blockIdx.y; row < params.num_rows; row += gridDim.y) {
     const T* gate = static_cast<const T*>(params.input) + row * params.input_stride;
     const T* up = gate + params.hidden_size;

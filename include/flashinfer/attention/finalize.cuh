@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int row = blockIdx.y * rows_per_cta + warp_idx / warps_per_row;
   const int row_warp = warp_idx % warps_per_row;
   const bool exists = warp_idx < rows_per_cta * warps_per_row && row < item.num_rows;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   if (static_cast<int>(blockIdx.y) * rows_per_cta >= item.num_rows) return;
 
   // All parts of a batch and their sums are loaded together, so that a batch waits once.

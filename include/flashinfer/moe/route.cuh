@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(32 * kMoeRouteWarps)
     moe_route_kernel(const __grid_constant__ MoeRouteParams params) {
   __shared__ float scores[kMoeRouteWarps][32 * kPerLane];
   const uint32_t warp = threadIdx.x / 32, token = blockIdx.x * kMoeRouteWarps + warp;
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   if (token >= params.num_tokens) return;
   MoeRouter<T, kScore, kPerLane>(params, scores[warp]).route(token);
 }

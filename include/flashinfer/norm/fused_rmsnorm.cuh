@@ -237,8 +237,7 @@ __global__ void __launch_bounds__(kVecsPerThread == 4 ? 128 : 512)
       }
     }
   }
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   if (!kLoop && threadIdx.x == 0) {
     detail::prefetch_later_row<Traits>(params, first_row + threadIdx.y);
   }
@@ -315,8 +314,7 @@ __global__ void __launch_bounds__(kThreads == 0 ? kCopiedThreads : kThreads,
   if (threadIdx.x == 0 && uint64_t{row} * num_chunks * 16 < kFirstBytes) {
     detail::prefetch_row<Traits>(params, row);
   }
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   if constexpr (Traits::kGroups) {
     if (row >= params.num_rows) {
       detail::zero_scales<Traits>(params, row);
@@ -379,8 +377,7 @@ __global__ void __launch_bounds__(1024)
   const uint32_t row = blockIdx.x;
   const uint32_t num_vecs = params.hidden_size / kVecSize;
   float h[kVecSize];
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   if constexpr (Traits::kGroups) {
     if (row >= params.num_rows) {
       detail::zero_scales<Traits>(params, row);

@@ -181,8 +181,7 @@ __global__ void __launch_bounds__(1024 / kVecsPerThread, kVecsPerThread == 2 ? 2
       ptx::prefetch_l2(static_cast<const typename Traits::TWeight*>(params.weight) + first);
     }
   }
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
 
   const float inv_hidden_size = 1.f / static_cast<float>(params.hidden_size);
   Vec next[kNumOperands][kVecsPerThread];
@@ -290,8 +289,7 @@ __global__ void __launch_bounds__(1024)
       threadIdx.x == 0) {
     detail::prefetch_norm_row<Traits>(params, row);
   }
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   if (params.rows_ahead != 0 && threadIdx.x == 0 && row + params.rows_ahead < params.num_rows) {
     detail::prefetch_norm_row<Traits>(params, row + params.rows_ahead);
   }

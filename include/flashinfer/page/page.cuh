@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(kAppendThreads<kUnits>)
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) ptx::prefetch_l2(source + i * step);
   }
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  ptx::grid_launch_and_wait();
   if (!is_valid) return;
   constexpr uint32_t kLineUnits = 128 / sizeof(Unit);
   if (threadIdx.x % kLineUnits == 0 && params.tokens_ahead != 0 &&

@@ -22,4 +22,12 @@ __device__ __forceinline__ void grid_launch_dependents() {
 #endif
 }
 
+// Both, for small kernels that read nothing before the wait: the next grid takes its place on the
+// SMs, and loads what nobody writes, while the preceding one ends. A grid that reads memory before
+// its own wait, because the one before it has waited, must not follow such a kernel.
+__device__ __forceinline__ void grid_launch_and_wait() {
+  grid_launch_dependents();
+  grid_dependency_wait();
+}
+
 }  // namespace flashinfer::ptx

@@ -25,7 +25,18 @@ namespace flashinfer::ptx {
 static_assert(sizeof(CUtensorMap) == sizeof(EncodedTensorMap) &&
               alignof(CUtensorMap) <= alignof(EncodedTensorMap));
 
-// The driver's cuTensorMapEncodeTiled, which is not linked; null if the driver has none.
+// Whether the thread has the context that the driver's encoder wants. A thread that has made no
+// call of the runtime has none, though its device may be in use by others.
+inline bool has_context() {
+  thread_local const bool has = [] {
+    int device = 0;
+    return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+  }();
+  return has;
+}
+
+// The driver's cuTensorMapEncodeTiled, which is not linked, ready for this thread to call; null if
+// the driver has none, or the thread gets no context.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encoder = [] {
     void* function = nullptr;
@@ -40,17 +51,7 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  return encoder;
-}
-
-// Whether the thread has the context that the driver's encoder wants. A thread that has made no
-// call of the runtime has none, though its device may be in use by others.
-inline bool has_context() {
-  thread_local const bool has = [] {
-    int device = 0;
-    return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
-  }();
-  return has;
+  return has_context() ? encoder : nullptr;
 }
 
 // One dimension of a tensor other than the contiguous one: its length, the elements between
@@ -72,7 +73,7 @@ inline bool encode_tensor_map(EncodedTensorMap& map, const void* data, uint64_t 
   static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4);
   constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
   const auto encode = tensor_map_encoder();
-  if (encode == nullptr || !has_context()) return false;
+  if (encode == nullptr) return false;
   cuuint64_t lengths[kDims + 1] = {columns}, strides[kDims];
   cuuint32_t box[kDims + 1] = {box_columns}, steps[kDims + 1] = {1};
   for (int i = 0; i < kDims; ++i) {

@@ -222,9 +222,12 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
       if (has_head(h) && unit.has_second) ptx::prefetch_l2(in_head + unit.second);
     }
   }
-  ptx::grid_dependency_wait();
   const bool is_long = gridDim.x > kRopePrefetchCtas;
-  if (!is_long) ptx::grid_launch_dependents();
+  if (is_long) {
+    ptx::grid_dependency_wait();
+  } else {
+    ptx::grid_launch_and_wait();
+  }
 
   Vector<T, kVecSize> a[kHeads], b[kHeads];
   const auto load = [&] {

@@ -8,7 +8,7 @@
 //
 // where merging, if tiles are split, is a launch, the bytes of partial results, and the parts of a
 // row in sequence. flashinfer/_attention/plan/speeds.py holds the measured constants. Only the
-// order of two times matters: masks and options cost both kernels the same and are left out.
+// order of two times matters: masks cost both kernels the same and are left out.
 //
 // Measurements, also of what lost: docs/tuning/kernel_choice.md.
 #pragma once
@@ -27,7 +27,9 @@ struct KernelSpeed {
   double per_kv_tile;  // [us] per CTA, with as many CTAs as fit
   double alone;        // factor for a CTA that has its SM to itself
   double merge;        // [us], the merge launch
-  double further;      // KV tiles that each further tile of a CTA costs beyond the planner's count
+  // KV tiles that each further tile of a CTA costs beyond the planner's count. Tiles of fewer rows
+  // cost as much less of it as their KV tiles do.
+  double further;
 };
 
 // A tile of the portable kernel and the batches it is used for.
@@ -36,6 +38,7 @@ struct PortableTile {
   double most_rows;  // rows of the longest request up to which the tile is used ...
   double mean_rows;  // ... or the mean number of rows
   KernelSpeed speed;
+  KernelSpeed both;  // of a launch that has the second tile as well
 };
 
 // Heads, memory and kernels of one kind of launch. Python passes its bytes: each field has 8 bytes,
@@ -50,7 +53,6 @@ struct KernelModel {
   // Second tile, for requests that fit it if others do not; 0: one tile for all.
   int64_t tile_q_second;
   int64_t portable_tile_kv, portable_piece_tiles;  // as in PlanConfig
-  KernelSpeed second_speed;                        // launch with both tiles
   int64_t hopper_tile_q, hopper_tile_kv, hopper_piece_tiles;
   KernelSpeed hopper_speed;
   int64_t num_tiles;
@@ -128,6 +130,7 @@ class LaunchEstimate {
     const int64_t cost = static_cast<int64_t>((sum + tiles * config_.piece_tiles) * kind.cost);
     const int64_t most_cost = (most + config_.piece_tiles) * kind.cost;
     num_tiles_ += tiles;
+    tile_costs_ += tiles * kind.cost;
     totals_.cost += cost;
     totals_.rows += static_cast<double>(std::min(rows, kind.tile_q) * cost);
     totals_.most = std::max(totals_.most, most_cost);
@@ -159,7 +162,7 @@ class LaunchEstimate {
                 model_.per_part * std::max(1.0, columns / num_tiles_);
     }
     const double further = std::max(lists / slots - 1, 0.0);
-    end = end / unit + speed_.further * further;
+    end = end / unit + speed_.further * further * (tile_costs_ / (num_tiles_ * unit));
     const bool is_alone = lists <= model_.num_sms;
     const double compute = end * speed_.per_kv_tile * (is_alone ? speed_.alone : 1);
     const double loads = model_.first_keys + keys_ * heads * model_.key_bytes / model_.dram;
@@ -181,7 +184,8 @@ class LaunchEstimate {
   double per_key_;
   TileTotals totals_;
   int64_t num_tiles_ = 0;
-  int64_t keys_ = 0;  // keys that any row sees
+  int64_t tile_costs_ = 0;  // of a KV tile, summed over the tiles
+  int64_t keys_ = 0;        // keys that any row sees
 };
 
 class KernelEstimator {
@@ -202,7 +206,7 @@ class KernelEstimator {
     const PortableTile& tile = portable_tile();
     KernelEstimate found = {tile.tile_q, 0, model_.hopper_speed.start, INFINITY, few_rows_};
     if (std::isinf(model_.hopper_speed.start)) return found;
-    const KernelSpeed& speed = second_ > 0 ? model_.second_speed : tile.speed;
+    const KernelSpeed& speed = second_ > 0 ? tile.both : tile.speed;
     found.portable_us = portable_us(speed, tile.tile_q, second_, 0, INT64_MAX);
     found.hopper_us = hopper_us(0);
     if (second_ > 0) {

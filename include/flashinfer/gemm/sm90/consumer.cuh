@@ -81,15 +81,30 @@ class GemmConsumer {
     }
   }
 
+  struct Operands {
+    uint64_t left, right;
+  };
+
   // Products over 32 bytes of k, of this warpgroup's left rows `rep` and as many right ones as
   // there are sums, from `right_row` on.
   template <int kCount>
-  __device__ __forceinline__ void step(float (&sums)[kCount][4], uint32_t stage, int rep,
-                                       int right_row, int step, bool accumulate) const {
-    const uint32_t offset = stage * Tile::kStageBytes + step * 32;
+  __device__ __forceinline__ static void step(float (&sums)[kCount][4], const Operands& operands,
+                                              int rep, int right_row, int step, bool accumulate) {
     ptx::wgmma<typename Tile::Left, false, typename Tile::Right>(
-        sums, ptx::wgmma_advance(left_, offset + rep * 64 * 128),
-        ptx::wgmma_advance(right_, offset + right_row * 128), accumulate);
+        sums, ptx::wgmma_advance(operands.left, step * 32 + rep * 64 * 128),
+        ptx::wgmma_advance(operands.right, step * 32 + right_row * 128), accumulate);
+  }
+
+  __device__ __forceinline__ Operands operands(uint32_t stage) const {
+    const uint32_t offset = stage * Tile::kStageBytes;
+    return {ptx::wgmma_advance(left_, offset), ptx::wgmma_advance(right_, offset)};
+  }
+
+  // The operands in the stage after `operands`, where that is `stage`.
+  __device__ __forceinline__ Operands advance(const Operands& operands, uint32_t stage) const {
+    if (stage == 0) return {left_, right_};
+    return {ptx::wgmma_advance(operands.left, Tile::kStageBytes),
+            ptx::wgmma_advance(operands.right, Tile::kStageBytes)};
   }
 
   __device__ __forceinline__ void await_stage() const {
@@ -107,7 +122,7 @@ class GemmConsumer {
       for (int k = 0; k < 4; ++k) {
 #pragma unroll
         for (int rep = 0; rep < kReps; ++rep) {
-          step(sums[rep], ring_.stage, rep, 0, k, i > 0 || k > 0);
+          step(sums[rep], operands(ring_.stage), rep, 0, k, i > 0 || k > 0);
         }
       }
       ptx::wgmma_commit();
@@ -141,22 +156,39 @@ class GemmConsumer {
     constexpr bool kOverlaps = Tile::kParts == 1 && (kReps == 1 || kReps * kTiles <= 8);
     const uint32_t count = blocks_.count;
     if constexpr (!kOverlaps) {
+      // Other warpgroups alone keep the tensor cores busy between the end of a block's products and
+      // the start of the next ones. All but the sums is done while products are made.
       float products[kTiles / Tile::kParts][4];
-      for (uint32_t i = 0; i < count; ++i) {
+      Operands operands = this->operands(ring_.stage);
+      if (count > 0) {
         await_stage();
-        await_scales(i);
+        await_scales(0);
+      }
+      for (uint32_t i = 0; i < count; ++i) {
+        const uint32_t stage = ring_.stage;
+        Operands next = operands;
+        bool is_ready = false;
 #pragma unroll
         for (int at = 0; at < kReps * Tile::kParts; ++at) {
           const int rep = at / Tile::kParts, part = at % Tile::kParts;
-          StageScales stage_scales = load_scales(rep, part);
-          start(products, ring_.stage, rep, part);
+          const bool is_last = at == kReps * Tile::kParts - 1;
+          start(products, operands, rep, part);
+          StageScales scales = load_scales(rep, part);
+          combine(scales);
+          if (is_last) {
+            if (!kReadsRightScales) release_scales(i);
+            ring_.advance();
+            next = advance(operands, ring_.stage);
+            is_ready = find_next(i + 1);
+          }
           ptx::wgmma_wait<0>();
           ptx::wgmma_done(products);
-          if (at == kReps * Tile::kParts - 1) release(ring_.stage);
-          promote(sums[rep], part * (kTiles / Tile::kParts), products, stage_scales);
+          if (is_last) release(stage);
+          promote(sums[rep], part * (kTiles / Tile::kParts), products, scales);
         }
-        release_scales(i);
-        ring_.advance();
+        if (kReadsRightScales) release_scales(i);
+        if (!is_ready && i + 1 < count) await_next(i + 1);
+        operands = next;
       }
     } else if (count > 0) {
       Pending pending[2];
@@ -184,11 +216,11 @@ class GemmConsumer {
   }
 
   template <int kCount>
-  __device__ __forceinline__ void start(float (&products)[kCount][4], uint32_t stage, int rep,
-                                        int part) const {
+  __device__ __forceinline__ static void start(float (&products)[kCount][4],
+                                               const Operands& operands, int rep, int part) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) step(products, stage, rep, part * kCount * 8, k, k > 0);
+    for (int k = 0; k < 4; ++k) step(products, operands, rep, part * kCount * 8, k, k > 0);
     ptx::wgmma_commit();
   }
 
@@ -200,7 +232,7 @@ class GemmConsumer {
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
       pending.scales[rep] = load_scales(rep, 0);
-      start(pending.products[rep], ring_.stage, rep, 0);
+      start(pending.products[rep], operands(ring_.stage), rep, 0);
     }
     ring_.advance();
   }
@@ -228,6 +260,35 @@ class GemmConsumer {
       scales_ += along_k_ ? 4 : Tile::kTileRows * 4;
       column_scales_ += Tile::kColumnScaleBytes;
     }
+  }
+
+  // Finds the scales of block `i`, which may not exist. Tells whether it has been loaded; if not,
+  // await_next() waits for it. There is no branch, since products are being made.
+  __device__ __forceinline__ bool find_next(uint32_t i) {
+    bool is_loaded = ptx::mbarrier_test(full(ring_.stage), ring_.phase);
+    if constexpr (Tile::kGathers) ptx::async_proxy_fence();  // as in await_stage()
+    if constexpr (Tile::kBlockScales) {
+      const bool is_first = i % Tile::kScaleBlocks == 0 && i != blocks_.count;
+      awaited_scales_ = scale_barrier(scale_ring_.stage);
+      awaited_phase_ = scale_ring_.phase;
+      is_loaded &= ptx::mbarrier_test(awaited_scales_, awaited_phase_) || !is_first;
+      const uint32_t first = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
+      const uint32_t step = along_k_ ? 4 : Tile::kTileRows * 4;
+      scales_ = is_first ? first : scales_ + step;
+      column_scales_ = is_first ? first + Tile::kScaleBlocks * Tile::kTileRows * 4
+                                : column_scales_ + Tile::kColumnScaleBytes;
+      GemmRing<Tile::kScaleStages> next = scale_ring_;
+      next.advance();
+      scale_ring_.stage = is_first ? next.stage : scale_ring_.stage;
+      scale_ring_.phase = is_first ? next.phase : scale_ring_.phase;
+    }
+    return is_loaded;
+  }
+
+  __device__ __forceinline__ void await_next(uint32_t i) const {
+    await_stage();
+    if constexpr (!Tile::kBlockScales) return;
+    if (i % Tile::kScaleBlocks == 0) ptx::mbarrier_wait_soon(awaited_scales_, awaited_phase_);
   }
 
   __device__ __forceinline__ void release_scales(uint32_t i) {
@@ -291,18 +352,27 @@ class GemmConsumer {
   static constexpr bool kHalvesDiffer =
       !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
 
-  // Keeps the compiler from waiting for a scale between two products.
-  __device__ __forceinline__ static float after_products(float scale) {
+  // Keeps the compiler from moving the scale across products.
+  __device__ __forceinline__ static float pinned(float scale) {
     asm volatile("" : "+f"(scale));
     return scale;
+  }
+
+  // Multiplies what all sums of a row share while products are made.
+  __device__ __forceinline__ static void combine(StageScales& scales) {
+    if constexpr (Tile::kBlockScales && !kHalvesDiffer) {
+      scales.low = pinned(scales.low * scales.both);
+      scales.high = pinned(scales.high * scales.both);
+      scales.both = 1.f;
+    }
   }
 
   template <int kCount>
   __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
                                                  const float (&products)[kCount][4],
                                                  const StageScales& scales) {
-    float low = after_products(scales.low) * scales.both;
-    float high = after_products(scales.high) * scales.both;
+    float low = pinned(scales.low) * scales.both;
+    float high = pinned(scales.high) * scales.both;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       float (&sum)[4] = sums[first + j];
@@ -339,6 +409,7 @@ class GemmConsumer {
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
   // Scales of the latest block; a row's four blocks are neighbours, or a block's rows.
   uint32_t scales_ = 0, column_scales_ = 0;
+  uint32_t awaited_scales_ = 0, awaited_phase_ = 0;  // barrier of the scales that find_next() found
   bool along_k_ = false;
   uint32_t released_scales_ = 0;
 };
