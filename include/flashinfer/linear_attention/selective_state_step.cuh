@@ -161,7 +161,7 @@ struct SelectiveStateStep {
         sums[i] += row[j] * queries[j];
       }
       const int at = row_of(i);
-      if (to != nullptr && at < num_rows) store_row<Layout, true>(to + at * kDim, row, lane());
+      if (to != nullptr && at < num_rows) store_row<Layout>(to + at * kDim, row, lane());
     }
     const float sum = row_sums<kLanes>(sums, lane()) + to_float(D) * channel;
     return params.z.data != nullptr ? sum * (z_of * sigmoid_without_branch(z_of)) : sum;
