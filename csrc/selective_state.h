@@ -7,7 +7,8 @@
 
 namespace flashinfer {
 
-// `schedule`: see launch_selective_state; 0: by the size of the state.
+// `schedule`: 1: the kernel of one step where it can; else see launch_selective_state. 0: by the
+// call.
 cudaError_t selective_state(const SelectiveStateParams& params, int num_sms, int schedule,
                             bool enable_pdl, cudaStream_t stream);
 

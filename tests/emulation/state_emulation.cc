@@ -116,7 +116,7 @@ struct Tokens {
       return TokenHeads{data, 0, int64_t{heads} * dim, dim};
     };
     p.x = rows(x.data(), p.num_heads, p.dim);
-    p.z = rows(z.data(), p.num_heads, p.dim);
+    if (!z.empty()) p.z = rows(z.data(), p.num_heads, p.dim);
     p.out = rows(out.data(), p.num_heads, p.dim);
     p.B = rows(B.data(), groups, kDim);
     p.C = rows(C.data(), groups, kDim);
@@ -149,7 +149,8 @@ bool walk(const Layer& layer, const Tokens& tokens, int token, int head, std::ve
       sum += s * to_float(tokens.C[column]);
       size += std::fabs(s * to_float(tokens.C[column]));
     }
-    const double z = to_float(tokens.z[at]), gate = z / (1. + std::exp(-z));
+    const double z = tokens.z.empty() ? 0. : to_float(tokens.z[at]);
+    const double gate = tokens.z.empty() ? 1. : z / (1. + std::exp(-z));
     if (checked && !near("output", at, to_float(tokens.out[at]), sum * gate,
                          (4e-3 * std::fabs(sum) + 1e-5 * size) * std::fabs(gate) + 1e-6)) {
       return false;
@@ -178,6 +179,24 @@ bool same_matrix(const Layer& layer, int slot, int head, const std::vector<doubl
   return true;
 }
 
+// Leaves out an operand that a call may do without.
+void leave_out_one(Random& random, Layer& layer, Tokens& tokens, SelectiveStateParams& params) {
+  switch (random.integer(0, 3)) {
+    case 0:
+      layer.D.assign(layer.D.size(), 0.f);
+      params.D = nullptr;
+      return;
+    case 1:
+      layer.bias.assign(layer.bias.size(), 0.f);
+      params.dt_bias = nullptr;
+      return;
+    case 2:
+      tokens.z.clear();
+      params.z = {};
+      return;
+  }
+}
+
 // One call token by token.
 bool check_steps(Random& random) {
   Layer layer(random);
@@ -186,9 +205,10 @@ bool check_steps(Random& random) {
   for (int i = random.integer(1, 4); i > 0; --i) lengths.push_back(one ? 1 : random.integer(0, 9));
   Tokens tokens(random, layer, lengths);
   std::vector<int32_t> slots{3, 1, -1, 0};
-  Layer before = layer;
   SelectiveStateParams params = layer.params();
   tokens.fill(params, layer.groups);
+  leave_out_one(random, layer, tokens, params);
+  const Layer before = layer;
   if (one) {  // as [batch, 1, ...]
     params.cu_seqlens = nullptr;
     params.num_tokens = 1;
@@ -196,13 +216,24 @@ bool check_steps(Random& random) {
       t->batch_stride = t->token_stride;
     }
   }
-  params.read_slot = params.write_slot = {slots.data(), 1, 0, false, 1};
-  constexpr int kSchedules[] = {101, 104, 142};
-  const int schedule = kSchedules[random.integer(0, one ? 2 : 1)];
-  if (selective_state(params, 132, schedule, false, nullptr) != cudaSuccess) return false;
+  if (random.one_in(4)) {
+    slots = {0, 1, 2, 3};
+  } else {
+    params.read_slot = params.write_slot = {slots.data(), 1, 0, false, 1};
+  }
+  constexpr int kSchedules[] = {101, 104, 142, 1, 1};
+  const int schedule = kSchedules[random.integer(0, one ? 4 : 1)];
+  const int num_sms = random.one_in(2) ? 132 : 0;  // few rows for an SM, or not
+  if (selective_state(params, num_sms, schedule, false, nullptr) != cudaSuccess) return false;
   for (int i = 0; i < params.batch_size; ++i) {
     for (int head = 0; head < layer.heads; ++head) {
-      if (slots[i] < 0) continue;
+      if (slots[i] < 0) {
+        for (int row = 0; one && row < layer.dim; ++row) {
+          const size_t at = (size_t(i) * layer.heads + head) * layer.dim + row;
+          if (!near("output of padding", at, to_float(tokens.out[at]), 0., 0.)) return false;
+        }
+        continue;
+      }
       std::vector<double> state = matrix_of(before, slots[i], head);
       for (int t = tokens.bounds[i]; t < tokens.bounds[i + 1]; ++t) {
         if (!walk(before, tokens, t, head, state, true)) return false;

@@ -126,6 +126,63 @@ def test_one_token_without_its_dimension(device):
         assert relative_error(state[i], states[-1]) < problem.state_tolerance
 
 
+@pytest.mark.parametrize("batch", [3, 40])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dstate", "groups", "dtype", "state_dtype"),
+    [
+        (16, 72, 128, 4, BF16, BF16),
+        (6, 50, 64, 3, FP32, FP32),
+        (4, 64, 256, 1, BF16, FP32),
+        (16, 33, 16, 2, BF16, BF16),
+    ],
+    ids=str,
+)
+def test_one_token_with_a_time_step_per_channel(
+    device, batch, heads, dim, dstate, groups, dtype, state_dtype
+):
+    torch.manual_seed(4)
+    case = (batch, 1, heads, dim, dstate, groups, dtype, state_dtype, True)
+    problem = Problem(case, device, 2 * batch + 1)
+    problem.dt = torch.randn(batch, 1, heads, dim, device=device)
+    problem.dt_bias = torch.randn(heads, dim, device=device)
+    slots = torch.randperm(2 * batch + 1, device=device)
+    read, write = slots[:batch].int(), slots[batch : 2 * batch].int()
+    read[0] = write[-1] = -1
+    results = []
+    for _ in range(2):
+        state, out = problem.state.clone(), torch.full_like(problem.x, float("nan"))
+        selective_state_update(
+            state, **problem.inputs(), state_batch_indices=read, dst_state_batch_indices=write,
+            out=out,
+        )  # fmt: skip
+        results.append((state, out))
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    assert not out[0].any()
+    for i in range(1, batch):
+        outputs, states = problem.expected(i, int(read[i]))
+        assert relative_error(out[i], outputs) < problem.tolerance
+        if write[i] >= 0:
+            assert relative_error(state[write[i].long()], states[-1]) < problem.state_tolerance
+    rest = [slot for slot in range(len(state)) if slot not in write[1:].tolist()]
+    assert torch.equal(state[rest], problem.state[rest])
+
+
+def test_one_token_of_rows_that_are_no_vectors(device):
+    torch.manual_seed(5)
+    problem = Problem(CASES[0], device, 2)
+    state = problem.state.clone()
+    for name in "BC":
+        rows = getattr(problem, name)
+        wider = torch.zeros(*rows.shape[:-1], rows.shape[-1] + 1, dtype=rows.dtype, device=device)
+        wider[..., 1:] = rows
+        setattr(problem, name, wider[..., 1:])
+    out = selective_state_update(state, **problem.inputs())
+    for i in range(2):
+        outputs, states = problem.expected(i, i)
+        assert relative_error(out[i], outputs) < problem.tolerance
+        assert relative_error(state[i], states[-1]) < problem.state_tolerance
+
+
 def test_packed_sequences_with_a_slot_per_token(device):
     torch.manual_seed(2)
     problem = Problem((1, 9, 4, 64, 128, 2, BF16, FP32, True), device, 20)

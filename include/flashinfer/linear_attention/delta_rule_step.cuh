@@ -13,36 +13,23 @@
 #pragma once
 
 #include <flashinfer/linear_attention/delta_rule.cuh>
+#include <flashinfer/linear_attention/step_tensors.cuh>
 
 namespace flashinfer {
 
-// A step needs this much of DeltaRuleParams. Strides count elements and fit in 32 bits; products of
-// theirs have 64.
+// A step needs this much of DeltaRuleParams.
 struct DeltaRuleStepParams {
-  struct Heads {
-    void* data;
-    uint32_t batch_stride, head_stride;
-  };
-  struct Slots {
-    const void* data;  // null: entry b is b
-    uint32_t batch_stride;
-    bool is_int64;
-  };
-  struct Group {
-    uint32_t multiplier, shift;  // of FastDivisor
-  };
-
-  Heads state;  // slots in place of batches
-  Slots read_slot;
-  Heads q, k, v, gate, beta;
+  StepHeads state;
+  StepSlots read_slot;
+  StepHeads q, k, v, gate, beta;
   const void* dt_bias;
   const float* a_log;
-  Group q_group, k_group, v_group;
+  StepGroup q_group, k_group, v_group;
   int32_t head_dim_v;
   float scale;
   bool normalize_qk;
-  Heads out, state_out;  // state_out.data null: the state is not written
-  Slots write_slot;
+  StepHeads out, state_out;  // state_out.data null: the state is not written
+  StepSlots write_slot;
 };
 
 // Rows of a CTA are consecutive. Two rows of 16 bits keep as many bytes in flight as one of 32.
@@ -61,13 +48,12 @@ struct DeltaRuleStep {
   using Layout = typename Shape::Layout;
   using T = typename Traits::T;
   using StateT = typename Traits::StateT;
-  using Params = DeltaRuleStepParams;
   static constexpr int kDim = Traits::kHeadDimK, kRows = Shape::kRows;
   static constexpr int kElements = Layout::kElements, kVecSize = Layout::kVecSize;
   template <typename Element>
   using Row = Vector<Element, kVecSize>[Layout::kVecs];
 
-  const Params& params;
+  const DeltaRuleStepParams& params;
   uint32_t batch, head;
   int first_row, num_rows;  // of the CTA, and from there on
 
@@ -79,23 +65,6 @@ struct DeltaRuleStep {
   typename Traits::BetaT beta;
   typename Traits::BiasT bias;
   float a_log;
-
-  template <typename Element>
-  __device__ __forceinline__ static Element* address(const Params::Heads& heads, uint64_t batch,
-                                                     uint32_t head) {
-    return static_cast<Element*>(heads.data) + batch * heads.batch_stride +
-           uint64_t{head} * heads.head_stride;
-  }
-
-  __device__ __forceinline__ static int64_t slot(const Params::Slots& slots, uint32_t batch) {
-    const uint64_t i = uint64_t{batch} * slots.batch_stride;
-    return slots.is_int64 ? static_cast<const int64_t*>(slots.data)[i]
-                          : static_cast<const int32_t*>(slots.data)[i];
-  }
-
-  __device__ __forceinline__ uint32_t group(const Params::Group& by) const {
-    return (static_cast<uint32_t>((uint64_t{head} * by.multiplier) >> 32) + head) >> by.shift;
-  }
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % Layout::kLanes; }
 
@@ -111,19 +80,19 @@ struct DeltaRuleStep {
   }
 
   __device__ __forceinline__ void load_state(int64_t slot) {
-    const StateT* from = address<const StateT>(params.state, slot, head) + first_row * kDim;
+    const StateT* from = params.state.address<const StateT>(slot, head) + first_row * kDim;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) load_row(state[i], from + min(row_of(i), num_rows - 1) * kDim);
   }
 
   __device__ __forceinline__ void load_token() {
-    gate = *address<const typename Traits::GateT>(params.gate, batch, head);
-    beta = *address<const typename Traits::BetaT>(params.beta, batch, head);
+    gate = *params.gate.address<const typename Traits::GateT>(batch, head);
+    beta = *params.beta.address<const typename Traits::BetaT>(batch, head);
     bias = static_cast<const typename Traits::BiasT*>(params.dt_bias)[head];
     a_log = params.a_log[head];
-    load_row(q, address<const T>(params.q, batch, group(params.q_group)));
-    load_row(k, address<const T>(params.k, batch, group(params.k_group)));
-    const T* values = address<const T>(params.v, batch, group(params.v_group)) + first_row;
+    load_row(q, params.q.address<const T>(batch, params.q_group.of(head)));
+    load_row(k, params.k.address<const T>(batch, params.k_group.of(head)));
+    const T* values = params.v.address<const T>(batch, params.v_group.of(head)) + first_row;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) v[i] = values[min(row_of(i), num_rows - 1)];
   }
@@ -134,7 +103,7 @@ struct DeltaRuleStep {
     if (!has_slots) load_state(batch);
     load_token();
     if (has_slots) {
-      const int64_t read_slot = slot(params.read_slot, batch);
+      const int64_t read_slot = params.read_slot.at(batch);
       if (read_slot < 0) return false;
       load_state(read_slot);
     }
@@ -197,9 +166,9 @@ struct DeltaRuleStep {
   __device__ __forceinline__ void store(const float (&rows)[kRows][kElements]) const {
     if (params.state_out.data == nullptr) return;
     const bool has_slots = params.write_slot.data != nullptr;
-    const int64_t write_slot = has_slots ? slot(params.write_slot, batch) : int64_t{batch};
+    const int64_t write_slot = has_slots ? params.write_slot.at(batch) : int64_t{batch};
     if (write_slot < 0) return;
-    StateT* to = address<StateT>(params.state_out, write_slot, head) + first_row * kDim;
+    StateT* to = params.state_out.address<StateT>(write_slot, head) + first_row * kDim;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = row_of(i);
@@ -214,7 +183,7 @@ struct DeltaRuleStep {
       update(rows, out);
       store(rows);
     }
-    T* to = address<T>(params.out, batch, head) + first_row;
+    T* to = params.out.address<T>(batch, head) + first_row;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = row_of(i);
@@ -247,45 +216,29 @@ inline bool is_one_step(const DeltaRuleParams& params) {
       params.num_accepted != nullptr || params.snapshots.data != nullptr) {
     return false;
   }
-  const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 32; };
-  bool fit = true;
   for (const TokenHeads* heads :
        {&params.q, &params.k, &params.v, &params.out, &params.gate, &params.beta}) {
-    fit = fit && fits(heads->batch_stride) && fits(heads->head_stride);
+    if (!step_strides_fit(*heads)) return false;
   }
-  for (const StatePool* pool : {&params.state, &params.state_out}) {
-    fit = fit && fits(pool->slot_stride) && fits(pool->head_stride);
-  }
-  return fit && fits(params.read_slot.batch_stride) && fits(params.write_slot.batch_stride);
+  return step_strides_fit(params.state) && step_strides_fit(params.state_out) &&
+         step_stride_fits(params.read_slot.batch_stride) &&
+         step_stride_fits(params.write_slot.batch_stride);
 }
 
 // Arguments of a call for which is_one_step() holds.
 inline DeltaRuleStepParams delta_rule_step_params(const DeltaRuleParams& from) {
-  using Params = DeltaRuleStepParams;
-  const auto narrow = [](int64_t stride) { return static_cast<uint32_t>(stride); };
-  const auto heads = [&](const TokenHeads& of) -> Params::Heads {
-    return {of.data, narrow(of.batch_stride), narrow(of.head_stride)};
-  };
-  const auto pool = [&](const StatePool& of) -> Params::Heads {
-    return {of.data, narrow(of.slot_stride), narrow(of.head_stride)};
-  };
-  const auto slots = [&](const SlotIndices& of) -> Params::Slots {
-    return {of.data, narrow(of.batch_stride), of.is_int64};
-  };
-  const auto group = [](const FastDivisor& of) -> Params::Group {
-    return {of.multiplier, of.shift};
-  };
-  Params to = {};
-  to.state = pool(from.state);
-  to.state_out = pool(from.state_out);
-  to.read_slot = slots(from.read_slot);
-  to.write_slot = slots(from.write_slot);
-  to.q = heads(from.q), to.k = heads(from.k), to.v = heads(from.v), to.out = heads(from.out);
-  to.gate = heads(from.gate), to.beta = heads(from.beta);
+  DeltaRuleStepParams to = {};
+  to.state = step_heads(from.state);
+  to.state_out = step_heads(from.state_out);
+  to.read_slot = step_slots(from.read_slot);
+  to.write_slot = step_slots(from.write_slot);
+  to.q = step_heads(from.q), to.k = step_heads(from.k), to.v = step_heads(from.v);
+  to.out = step_heads(from.out);
+  to.gate = step_heads(from.gate), to.beta = step_heads(from.beta);
   to.dt_bias = from.dt_bias;
   to.a_log = from.a_log;
-  to.q_group = group(from.q_group), to.k_group = group(from.k_group);
-  to.v_group = group(from.v_group);
+  to.q_group = step_group(from.q_group), to.k_group = step_group(from.k_group);
+  to.v_group = step_group(from.v_group);
   to.head_dim_v = from.head_dim_v;
   to.scale = from.scale, to.normalize_qk = from.normalize_qk;
   return to;

@@ -14,10 +14,10 @@
 
 namespace flashinfer {
 
-template <typename StateT, int kDim>
+template <typename StateT, int kDim, int kMostLanes = 8>
 struct RowLayout {
   static constexpr int kVecSize = 16 / static_cast<int>(sizeof(StateT));
-  static constexpr int kLanes = kDim / kVecSize < 8 ? kDim / kVecSize : 8;
+  static constexpr int kLanes = kDim / kVecSize < kMostLanes ? kDim / kVecSize : kMostLanes;
   static constexpr int kElements = kDim / kLanes;  // of a row, per lane
   static constexpr int kVecs = kElements / kVecSize;
   static_assert(kVecs * kVecSize * kLanes == kDim, "a row is whole vectors of every lane");
@@ -129,6 +129,27 @@ __device__ __forceinline__ float row_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, offset);
   }
   return x;
+}
+
+// The same for kRows rows at once, each lane with a part of all of them: whenever lanes have
+// several sums left, half of the lanes take half of these. Lane `lane` of kLanes gets the sum of
+// row lane / (kLanes / kRows).
+template <int kLanes, int kRows>
+__device__ __forceinline__ float row_sums(const float (&x)[kRows], int lane) {
+  static_assert(kLanes % kRows == 0, "a lane ends with one row");
+  if constexpr (kRows == 1) {
+    return row_sum<kLanes>(x[0]);
+  } else {
+    const bool upper = lane & (kLanes / 2);
+    float half[kRows / 2];
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      const float given = upper ? x[i] : x[i + kRows / 2];
+      const float kept = upper ? x[i + kRows / 2] : x[i];
+      half[i] = kept + __shfl_xor_sync(0xffffffffu, given, kLanes / 2);
+    }
+    return row_sums<kLanes / 2>(half, lane);
+  }
 }
 
 template <int kLanes>
