@@ -4,7 +4,7 @@
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/once_per_device.h>
 #include <flashinfer/gemm/sm90/kernel.cuh>
-#include <flashinfer/layout/tensor_map.h>
+#include <flashinfer/ptx/tensor_map.h>
 
 #ifndef __CUDACC_RTC__
 
@@ -37,14 +37,23 @@ inline cudaError_t prepare_gemm_sm90(int* num_clusters) {
   });
 }
 
+// A matrix of each batch: boxes of `box_columns` elements of `box_rows` rows.
+template <typename T>
+inline bool encode_matrix(ptx::EncodedTensorMap& map, const GemmMatrix& matrix, uint64_t columns,
+                          uint64_t rows, uint64_t batches, uint32_t box_columns, uint32_t box_rows,
+                          CUtensorMapSwizzle swizzle) {
+  const ptx::TensorMapDim dims[2] = {{rows, matrix.stride_row, box_rows},
+                                     {batches, matrix.stride_batch, 1}};
+  return ptx::encode_tensor_map<T>(map, matrix.data, columns, box_columns, dims, swizzle,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
 // Operands: boxes of 128 bytes of k of all the rows that one CTA loads at once.
 template <typename T>
 inline bool encode_operand(ptx::EncodedTensorMap& map, const GemmMatrix& matrix, uint64_t k,
                            uint64_t rows, uint64_t batches, uint32_t box_rows) {
-  const uint64_t lengths[3] = {k, rows, batches};
-  const int64_t strides[2] = {matrix.stride_row, matrix.stride_batch};
-  const uint32_t box[3] = {128 / sizeof(T), box_rows, 1};
-  return encode_tensor_map<T>(map, matrix.data, lengths, strides, box, 128);
+  return encode_matrix<T>(map, matrix, k, rows, batches, 128 / sizeof(T), box_rows,
+                          CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 template <typename Tile>
@@ -67,11 +76,13 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   }
   kernel.stores_boxes = false;
   if constexpr (Tile::kStagesOutput && !Tile::kQuantizes) {
-    const uint64_t lengths[3] = {Tile::kGated ? p.n / 2 : p.n, rows, batches};
-    const int64_t strides[2] = {p.d.stride_row, p.d.stride_batch};
-    const uint32_t box[3] = {Tile::kBoxColumns, Tile::kBoxRows, 1};
-    kernel.stores_boxes = encode_tensor_map<typename Tile::D>(kernel.d, p.d.data, lengths, strides,
-                                                              box, Tile::kBoxColumns * 2);
+    constexpr int kBoxBytes = Tile::kBoxColumns * 2;
+    constexpr CUtensorMapSwizzle kSwizzle = kBoxBytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : kBoxBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                              : CU_TENSOR_MAP_SWIZZLE_32B;
+    kernel.stores_boxes =
+        encode_matrix<typename Tile::D>(kernel.d, p.d, Tile::kGated ? p.n / 2 : p.n, rows, batches,
+                                        Tile::kBoxColumns, Tile::kBoxRows, kSwizzle);
   }
   return true;
 }
