@@ -1,4 +1,5 @@
-//   moe_combine(output, rows, entry_row, token_final_scales, enable_pdl)
+//   moe_combine(output, rows, entry_row, token_final_scales, starts_early, enable_pdl)
+// starts_early: the previous kernel writes only rows, and the one before it has finished.
 #include "ffi.h"
 #include "moe_combine.h"
 
@@ -30,6 +31,7 @@ void run(ffi::Args& args) {
   const ffi::Tensor out = args.tensor("output"), rows = args.tensor("rows");
   const ffi::Tensor entry_row = args.tensor("entry_row");
   const ffi::Tensor weights = args.tensor("token_final_scales");
+  const bool starts_early = args.flag("starts_early");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
 
@@ -60,6 +62,7 @@ void run(ffi::Args& args) {
   params.num_tokens = static_cast<uint32_t>(out.dim(0));
   params.top_k = static_cast<uint32_t>(entry_row.dim(1));
   params.hidden = static_cast<uint32_t>(out.dim(1));
+  params.starts_early = starts_early;
   const ffi::DeviceGuard guard(rows);
   ffi::check_launch(
       moe_combine(params, ffi::resolve_pdl(enable_pdl, rows), ffi::current_stream(rows)));

@@ -155,7 +155,15 @@ class Experts:
         else:
             self._first(buffers["hidden"], x, x_scale, hidden_scale, rows, enable_pdl)
             self._second(buffers["rows"], buffers["hidden"], hidden_scale, rows, enable_pdl)
-        combine(out, buffers["rows"], rows.entry_row, weights, enable_pdl)
+        combine(
+            out,
+            buffers["rows"],
+            rows.entry_row,
+            weights,
+            enable_pdl,
+            # Between the map and the second product stands the first one.
+            starts_early=self.scheme != "four_bit",
+        )
         return out
 
     def _multiply_four_bit(

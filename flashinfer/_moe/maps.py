@@ -157,6 +157,12 @@ def combine(
     entry_row: torch.Tensor,
     scales: torch.Tensor,
     enable_pdl: bool | None = None,
+    *,
+    starts_early: bool = False,
 ) -> None:
-    """Sum ``scales[t, j] * rows[entry_row[t, j]]`` over j into ``out[t]``, in order of j."""
-    _combine_kernel(rows.dtype, out.dtype)(out, rows, entry_row, scales, enable_pdl)
+    """Sum ``scales[t, j] * rows[entry_row[t, j]]`` over j into ``out[t]``, in order of j.
+
+    `starts_early`: the previous kernel writes `rows` alone, and what it follows has finished.
+    """
+    kernel = _combine_kernel(rows.dtype, out.dtype)
+    kernel(out, rows, entry_row, scales, starts_early, enable_pdl)

@@ -157,7 +157,7 @@ def moe_finalize(
         kernel = _finalize[rows.dtype, out.dtype, top_k]
     except NOT_LOADED:
         kernel = _finalize.load(top_k, rows=rows, out=out)
-    kernel(out, rows, entry_row, token_final_scales, enable_pdl)
+    kernel(out, rows, entry_row, token_final_scales, False, enable_pdl)
     return out
 
 

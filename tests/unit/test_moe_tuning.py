@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GemmConfig]]:
     monkeypatch.setattr(_launch.checks, "cuda_tensors", lambda **tensors: None)
     monkeypatch.setattr("flashinfer.autotuner.candidates.build_jit_specs", lambda specs: None)
     for name in ("map_rows", "combine"):
-        monkeypatch.setattr(experts_module, name, lambda *arguments: None)
+        monkeypatch.setattr(experts_module, name, lambda *arguments, **options: None)
     monkeypatch.setattr(experts_module, "quantize_rows", lambda x, name, out, enable_pdl: out)
     tuner.clear_cache()
     yield configs

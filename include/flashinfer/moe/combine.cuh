@@ -12,7 +12,7 @@ namespace flashinfer {
 
 inline constexpr uint32_t kMoeCombineThreads = 128;
 inline constexpr uint32_t kMoeCombineElements = 8;  // of a thread
-inline constexpr uint32_t kMoeCombineAtOnce = 4;    // rows that are loaded before one is used
+inline constexpr uint32_t kMoeCombineAtOnce = 8;    // rows that are loaded before one is used
 
 // A CTA has kMoeCombineThreads * kMoeCombineElements columns of one token.
 template <typename T, typename Out>
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMoeCombineThreads)
   const uint32_t token = blockIdx.x / parts;
   const uint32_t column =
       (blockIdx.x - token * parts) * kColumns + threadIdx.x * kMoeCombineElements;
-  ptx::grid_dependency_wait();
+  if (!params.starts_early) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (column >= params.hidden) return;
 
@@ -34,20 +34,22 @@ __global__ void __launch_bounds__(kMoeCombineThreads)
   for (uint32_t first = 0; first < params.top_k; first += kMoeCombineAtOnce) {
     Vector<T, kMoeCombineElements> values[kMoeCombineAtOnce];
     float weight[kMoeCombineAtOnce];
-    bool exists[kMoeCombineAtOnce];
+    int32_t row_of[kMoeCombineAtOnce];
 #pragma unroll
     for (uint32_t j = 0; j < kMoeCombineAtOnce; ++j) {
       const uint32_t choice = first + j;
-      const int32_t row = choice < params.top_k ? entry_row[choice] : -1;
-      exists[j] = row >= 0;
-      if (exists[j]) {
-        weight[j] = weights[choice];
-        values[j].load(rows + row * params.rows_stride);
-      }
+      row_of[j] = choice < params.top_k ? entry_row[choice] : -1;
+      weight[j] = choice < params.top_k ? weights[choice] : 0.f;
+    }
+    // Where the row comes from was known before; what it has is not.
+    if (first == 0 && params.starts_early) ptx::grid_dependency_wait();
+#pragma unroll
+    for (uint32_t j = 0; j < kMoeCombineAtOnce; ++j) {
+      if (row_of[j] >= 0) values[j].load(rows + row_of[j] * params.rows_stride);
     }
 #pragma unroll
     for (uint32_t j = 0; j < kMoeCombineAtOnce; ++j) {
-      if (!exists[j]) continue;
+      if (row_of[j] < 0) continue;
       float row[kMoeCombineElements];
       values[j].to_floats(row);
 #pragma unroll

@@ -16,8 +16,18 @@ inline constexpr uint32_t kMoeMapWarps = 32;           // at most
 inline constexpr uint32_t kMoeMapBytes = 48 << 10;     // of shared memory, at most
 inline constexpr uint32_t kMoeMapExperts = 1024;       // at most
 inline constexpr uint32_t kMoeMapEntriesOfWarp = 128;  // before another warp takes part
+inline constexpr uint32_t kMoeMapFew = 64;             // choices that are compared with each other
+inline constexpr uint32_t kMoeMapFewWarps = 8;
 
 namespace detail {
+
+// The expert of choice `i`, or num_experts where it is elsewhere.
+template <typename Id>
+__device__ __forceinline__ uint32_t local_expert(const MoeMapParams& params, uint32_t i) {
+  const int64_t local = static_cast<const Id*>(params.experts)[i] - params.first_expert;
+  return local >= 0 && local < params.num_experts ? static_cast<uint32_t>(local)
+                                                  : params.num_experts;
+}
 
 // The choices of one warp, 32 at a time.
 template <typename Id>
@@ -54,10 +64,7 @@ class MoeChoices {
   static constexpr uint32_t kAtOnce = 8;  // loads before the first use
 
   __device__ __forceinline__ uint32_t load(uint32_t i) const {
-    if (i >= end_) return params_.num_experts;
-    const int64_t local = static_cast<const Id*>(params_.experts)[i] - params_.first_expert;
-    return local >= 0 && local < params_.num_experts ? static_cast<uint32_t>(local)
-                                                     : params_.num_experts;
+    return i < end_ ? local_expert<Id>(params_, i) : params_.num_experts;
   }
 
   const MoeMapParams& params_;
@@ -87,6 +94,29 @@ __device__ __forceinline__ void sum_over_experts(uint32_t* totals, uint32_t num_
   if (lane == 0) offsets[num_experts] = static_cast<int32_t>(before);
 }
 
+// At most kMoeMapFew choices: what comes before an expert or a choice is counted by comparing it
+// with all of them, after one load and one barrier. The first product waits for this.
+template <typename Id>
+__device__ __forceinline__ void map_few(const MoeMapParams& params, uint32_t* chosen) {
+  const uint32_t count = params.num_entries, own = threadIdx.x;
+  if (own < count) chosen[own] = local_expert<Id>(params, own);
+  __syncthreads();
+  for (uint32_t expert = own; expert <= params.num_experts; expert += blockDim.x) {
+    int32_t before = 0;
+    for (uint32_t i = 0; i < count; ++i) before += chosen[i] < expert;
+    params.offsets[expert] = before;
+  }
+  if (own >= count) return;
+  const uint32_t expert = chosen[own];
+  int32_t row = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    row += chosen[i] < expert || (chosen[i] == expert && i < own);
+  }
+  const bool is_here = expert < params.num_experts;
+  if (is_here) params.row_token[row] = static_cast<int32_t>(own / params.top_k);
+  params.entry_row[own] = is_here ? row : -1;
+}
+
 }  // namespace detail
 
 // Id: int32_t or int64_t.
@@ -94,6 +124,12 @@ template <typename Id>
 __global__ void __launch_bounds__(32 * kMoeMapWarps)
     moe_map_kernel(const __grid_constant__ MoeMapParams params) {
   extern __shared__ uint32_t moe_map_shared[];
+  if (params.num_entries <= kMoeMapFew) {
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    detail::map_few<Id>(params, moe_map_shared);
+    return;
+  }
   const uint32_t num_experts = params.num_experts, num_warps = blockDim.x / 32;
   const uint32_t lane = threadIdx.x % 32;
   uint32_t* const totals = moe_map_shared;        // [num_experts]
@@ -143,6 +179,10 @@ __global__ void __launch_bounds__(32 * kMoeMapWarps)
 template <typename Id>
 inline cudaError_t launch_moe_map(const MoeMapParams& params, bool enable_pdl,
                                   cudaStream_t stream) {
+  if (params.num_entries <= kMoeMapFew) {
+    return launch_kernel(moe_map_kernel<Id>, dim3(1), dim3(32 * kMoeMapFewWarps),
+                         sizeof(uint32_t) * kMoeMapFew, stream, enable_pdl, params);
+  }
   const uint32_t room = kMoeMapBytes / 4 / params.num_experts - 1;
   const uint32_t most = room < kMoeMapWarps ? room : kMoeMapWarps;
   const uint32_t wanted = ceil_div(params.num_entries, kMoeMapEntriesOfWarp);

@@ -57,6 +57,8 @@ struct MoeCombineParams {
   void* out;                 // [num_tokens, hidden]
   int64_t out_stride;
   uint32_t num_tokens, top_k, hidden;
+  // The previous kernel of the stream writes nothing but rows: what it follows has finished.
+  bool starts_early;
 };
 
 }  // namespace flashinfer

@@ -88,7 +88,8 @@ class GemmProducer {
     const uint64_t policy = streams ? ptx::l2_evict_first() : normal;
     const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
     GemmGather<Tile> gather(params);
-    uint32_t ahead = params.starts_early ? load_weights_ahead(thread_idx, policy) : 0;
+    // Weights are asked for before the rows' numbers are read, too.
+    uint32_t ahead = kGathers || params.starts_early ? load_weights_ahead(thread_idx, policy) : 0;
     GemmWork work;
     while (scheduler_.next(work)) {
       uint32_t row = work.row;
@@ -128,8 +129,8 @@ class GemmProducer {
     }
   }
 
-  // Fills the ring with weights of the first tile, then waits for the kernel that writes A. Gives
-  // the number of stages.
+  // Fills the ring with weights of the first tile, then waits for the kernel that writes A, if that
+  // was not done before. Gives the number of stages.
   __device__ __forceinline__ uint32_t load_weights_ahead(int thread_idx, uint64_t policy) const {
     GemmScheduler<Tile> scheduler = scheduler_;
     GemmWork work;

@@ -78,11 +78,24 @@ class GemmScheduler {
   __device__ __forceinline__ static void make_table(const GemmParams& params,
                                                     GemmTableEntry* table) {
     if (!kHasTable || threadIdx.x >= 32) return;
+    // A lane has neighbours, whose loads are on their way together: each of them takes longer than
+    // the sums of all lanes.
+    constexpr uint32_t kOfLane = 8;
     GemmTableEntry before = {0, 0};
-    for (uint32_t first = 0; first < params.num_groups; first += 32) {
-      const uint32_t group = first + threadIdx.x;
-      const uint32_t rows = group < params.num_groups ? rows_of(params, group) : 0;
-      GemmTableEntry sum = {ceil_div(rows, kUnitRows), rows};
+    for (uint32_t first = 0; first < params.num_groups; first += 32 * kOfLane) {
+      const uint32_t own = first + threadIdx.x * kOfLane;
+      uint32_t rows[kOfLane];
+#pragma unroll
+      for (uint32_t i = 0; i < kOfLane; ++i) {
+        rows[i] = own + i < params.num_groups ? rows_of(params, own + i) : 0;
+      }
+      GemmTableEntry sum = {0, 0};
+#pragma unroll
+      for (uint32_t i = 0; i < kOfLane; ++i) {
+        sum.tiles += ceil_div(rows[i], kUnitRows);
+        sum.rows += rows[i];
+      }
+      const GemmTableEntry of_lane = sum;
       for (int distance = 1; distance < 32; distance *= 2) {
         const uint32_t tiles = __shfl_up_sync(0xffffffffu, sum.tiles, distance);
         const uint32_t more = __shfl_up_sync(0xffffffffu, sum.rows, distance);
@@ -91,11 +104,16 @@ class GemmScheduler {
           sum.rows += more;
         }
       }
-      sum.tiles += before.tiles;
-      sum.rows += before.rows;
-      if (group < params.num_groups) table[group + 1] = sum;
-      before.tiles = __shfl_sync(0xffffffffu, sum.tiles, 31);
-      before.rows = __shfl_sync(0xffffffffu, sum.rows, 31);
+      GemmTableEntry total = {before.tiles + sum.tiles - of_lane.tiles,
+                              before.rows + sum.rows - of_lane.rows};
+#pragma unroll
+      for (uint32_t i = 0; i < kOfLane; ++i) {
+        total.tiles += ceil_div(rows[i], kUnitRows);
+        total.rows += rows[i];
+        if (own + i < params.num_groups) table[own + i + 1] = total;
+      }
+      before.tiles = __shfl_sync(0xffffffffu, total.tiles, 31);
+      before.rows = __shfl_sync(0xffffffffu, total.rows, 31);
     }
     if (threadIdx.x == 0) table[0] = {0, 0};
   }
