@@ -8,8 +8,6 @@ namespace flashinfer {
 
 int64_t mla_device_plan_most_units() { return MlaDevicePlanner::kMaxUnits; }
 
-cudaError_t load_mla_device_plan() { return load_mla_plan(); }
-
 cudaError_t mla_device_plan(const MlaPlanParams& params, bool enable_pdl, cudaStream_t stream) {
   return launch_mla_plan(params, enable_pdl, stream);
 }

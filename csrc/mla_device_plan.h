@@ -10,9 +10,6 @@ namespace flashinfer {
 // The most units that a plan can have.
 int64_t mla_device_plan_most_units();
 
-// Makes the planner ready to be launched for the first time within a capture.
-cudaError_t load_mla_device_plan();
-
 cudaError_t mla_device_plan(const MlaPlanParams& params, bool enable_pdl, cudaStream_t stream);
 
 }  // namespace flashinfer

@@ -136,14 +136,13 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   plan.merges = true;
   plan.made_on_device = true;
   if (num_units == 0) return int_bytes;
-  const ffi::DeviceGuard guard(workspace);
   if (counters && num_units <= kMlaMostOwnUnits) {
     params.counters = static_cast<MlaMergeCounters*>(counters.data());
     plan.made_by_ctas = true;
     plan.planner = params;
-    ffi::check_launch(load_mla_device_plan());  // for calls whose CTAs do not plan
     return int_bytes;
   }
+  const ffi::DeviceGuard guard(workspace);
   ffi::check_launch(mla_device_plan(params, ffi::resolve_pdl(enable_pdl, workspace),
                                     ffi::current_stream(workspace)));
   return int_bytes;

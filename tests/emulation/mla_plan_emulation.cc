@@ -175,8 +175,11 @@ const char* find_fault(Random& random) {
   if (num_items > (problem.num_units + params.num_ctas) * params.lanes) return "too many items";
   if (params.header->num_merges > params.num_ctas) return "too many merges";
   if (!can_be_merged(params)) return "counters";
-  if (problem.num_units <= MlaOwnPlanner::kThreads && !is_same_by_ctas(problem))
+  static int tried = 0;  // by all CTAs takes longest
+  if (problem.num_units <= MlaOwnPlanner::kThreads && tried++ % 4 == 0 &&
+      !is_same_by_ctas(problem)) {
     return "plan by CTAs";
+  }
   std::map<std::pair<int, int>, std::vector<MlaWorkItem>> parts;  // by kv_base and first row
   std::set<int> slots;
   for (int i = 0; i < num_items; ++i) {

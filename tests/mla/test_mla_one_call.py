@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashinfer.mla import (
+    BatchMLAPagedAttentionWrapper,
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
@@ -238,6 +239,26 @@ def test_a_capture_plans_as_no_call_before(
         call["seq_lens"].copy_(call["seq_lens"].roll(1))
         graph.replay()
         compare(out, expected(call)[0])
+
+
+@pytest.mark.gpu
+def test_a_capture_may_free_a_plan(device: torch.device, backend: str):
+    """The collector may end a wrapper while a graph is captured, which must not end the capture."""
+    call = make(device, MIXED, 1, 16)
+    call["seq_lens"] = call["seq_lens"].cpu()
+    wrapper = BatchMLAPagedAttentionWrapper(call["workspace_buffer"], backend=backend)
+    pages = call["block_tables"].shape[1]
+    first = torch.arange(len(MIXED) + 1, dtype=torch.int32)
+    wrapper.plan(
+        *(first, first * pages, call["block_tables"].flatten(), call["seq_lens"]),
+        *(16, RANK, ROPE, 64, True, call["bmm1_scale"], BF16, BF16),
+    )
+    x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        del wrapper
+        x += 1
+    graph.replay()
+    assert x.item() == 1
 
 
 @pytest.mark.parametrize(

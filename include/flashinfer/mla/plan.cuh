@@ -2,7 +2,6 @@
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
-#include <flashinfer/common/once_per_device.h>
 #include <flashinfer/mla/planner.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
@@ -149,17 +148,6 @@ __global__ void __launch_bounds__(MlaDevicePlanner::kThreads)
 }
 
 #ifndef __CUDACC_RTC__
-
-// CUDA loads a kernel when it is first needed, which may be within a capture. Called outside of
-// one, this loads the kernel on the current device.
-inline cudaError_t load_mla_plan() {
-  int loaded = 0;
-  return once_per_device(&loaded, [](int, int* done) {
-    *done = 1;
-    cudaFuncAttributes attributes;
-    return cudaFuncGetAttributes(&attributes, mla_plan_kernel);
-  });
-}
 
 inline cudaError_t launch_mla_plan(const MlaPlanParams& params, bool enable_pdl,
                                    cudaStream_t stream) {

@@ -34,13 +34,6 @@ inline cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute attribute, in
   return bytes <= kLimit << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-struct cudaFuncAttributes {};
-
-template <typename Kernel>
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
-  return cudaSuccess;
-}
-
 template <typename Kernel>
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* ctas, Kernel*, int, size_t) {
   *ctas = 2;
