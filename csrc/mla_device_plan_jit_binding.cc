@@ -1,9 +1,11 @@
-//   mla_device_plan(plan, workspace_buffer, seq_lens, cum_seq_lens_q, table, sizes, causal,
+//   mla_device_plan(plan, workspace_buffer, counters, seq_lens, cum_seq_lens_q, table, sizes, causal,
 //                   enable_pdl)
 //
-// Starts the planner of mla/plan.cuh and fills in `plan`, the bytes of an MlaPlan. Returns where in
-// the workspace the partial results begin, in bytes; the work list is at its front. cum_seq_lens_q
-// and enable_pdl may be None. Tuples:
+// Starts the planner of mla/plan.cuh and fills in `plan`, the bytes of an MlaLaunchPlan. With
+// `counters`, zeros that this workspace's launches alone use and leave as zeros, CTAs of the kernel
+// for Hopper plan for themselves instead if there are few units of work: nothing is launched.
+// Returns where in the workspace the partial results begin, in bytes; the work list is at its
+// front. counters, cum_seq_lens_q and enable_pdl may be None. Tuples:
 //
 //   table  (num_requests, width, stride, sharers)
 //   sizes  (num_tokens, qo_len, num_heads, head_dim_ckv, page_size, num_sms)
@@ -41,6 +43,7 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   using namespace flashinfer;
   const ffi::Tensor planned = args.tensor("plan");
   const ffi::Tensor workspace = args.tensor("workspace_buffer");
+  const ffi::Tensor counters = args.optional_tensor("counters");
   const ffi::Tensor seq_lens = args.tensor("seq_lens");
   const ffi::Tensor cum_seq_lens_q = args.optional_tensor("cum_seq_lens_q");
   ffi::Args table = args.group("table", 4);
@@ -58,7 +61,7 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   const bool causal = args.flag("causal");
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
-  MlaPlan& plan = exact_struct_in<MlaPlan>(planned);
+  MlaLaunchPlan& plan = exact_struct_in<MlaLaunchPlan>(planned);
   ffi::check_indices(seq_lens, num_requests / sharers);
   if (cum_seq_lens_q) ffi::check_indices(cum_seq_lens_q, num_requests + 1);
   check_size("max_q_len", qo_len * num_heads, INT32_MAX - 1024);
@@ -67,7 +70,15 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   ffi::check_ndim(workspace, 1, 1);
   ffi::check_last_dim_contiguous(workspace);
   ffi::check_cuda(workspace);
-  for (const ffi::Tensor& tensor : {seq_lens, cum_seq_lens_q}) {
+  if (counters) {
+    ffi::check_dtype(counters, ffi::dtype::int32);
+    ffi::check_last_dim_contiguous(counters);
+    if (counters.numel() < 2 * ffi::device_info(workspace).num_sms) {
+      ffi::raise("ValueError", "`%s` must have 2 elements a multiprocessor, got shape %s",
+                 counters.name, counters.shape_text().c_str());
+    }
+  }
+  for (const ffi::Tensor& tensor : {counters, seq_lens, cum_seq_lens_q}) {
     if (tensor) ffi::check_same_device(tensor, workspace);
   }
 
@@ -125,6 +136,12 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   plan.merges = true;
   plan.made_on_device = true;
   if (num_units == 0) return int_bytes;
+  if (counters && num_units <= kMlaMostOwnUnits) {
+    params.counters = static_cast<MlaMergeCounters*>(counters.data());
+    plan.made_by_ctas = true;
+    plan.planner = params;
+    return int_bytes;
+  }
   const ffi::DeviceGuard guard(workspace);
   ffi::check_launch(mla_device_plan(params, ffi::resolve_pdl(enable_pdl, workspace),
                                     ffi::current_stream(workspace)));

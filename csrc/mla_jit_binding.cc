@@ -1,6 +1,6 @@
 //   mla_run(plan, workspaces, queries, caches, out, lse, sinks, factors, profile, enable_pdl)
 //
-// `plan` is the MlaPlan of mla_plan, whose list is in the first workspace. lse, sinks and
+// `plan` is the MlaLaunchPlan of mla_plan, whose list is in the first workspace. lse, sinks and
 // enable_pdl may be None; so is `profile`, unless the configuration has one. Tuples:
 //
 //   workspaces  (int_workspace, float_workspace)
@@ -20,7 +20,7 @@ constexpr bool kProfiled = FLASHINFER_CFG_PROFILED;
 constexpr int64_t kDimCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kDimKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
 
 // Sets the kernel's pointers into the workspaces.
-void bind(MlaParams& params, const MlaPlan& plan, const Tensor& ints, const Tensor& floats) {
+void bind(MlaParams& params, const MlaLaunchPlan& plan, const Tensor& ints, const Tensor& floats) {
   const MlaPlanLayout layout(plan.num_ctas);
   char* base = static_cast<char*>(ints.data());
   params.header = reinterpret_cast<const MlaPlanHeader*>(base);
@@ -35,6 +35,11 @@ void bind(MlaParams& params, const MlaPlan& plan, const Tensor& ints, const Tens
   params.num_ctas = static_cast<uint32_t>(plan.num_ctas);
   params.causal = plan.causal;
   params.plan_is_older = !plan.made_on_device;
+  params.plans_itself = plan.made_by_ctas;
+  if (plan.made_by_ctas) {
+    params.planner = plan.planner;
+    params.counters = plan.planner.counters;
+  }
 }
 
 // Events of the kernel go to `profile`.
@@ -117,8 +122,8 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
   ffi::check_dtype(planned, ffi::dtype::uint8);
-  ffi::check_shape(planned, {static_cast<int64_t>(sizeof(MlaPlan))});
-  const MlaPlan& plan = *static_cast<const MlaPlan*>(planned.data());
+  ffi::check_shape(planned, {static_cast<int64_t>(sizeof(MlaLaunchPlan))});
+  const MlaLaunchPlan& plan = *static_cast<const MlaLaunchPlan*>(planned.data());
   if (plan.num_ctas == 0) ffi::raise("ValueError", "plan() must be called before run()");
 
   constexpr DLDataType kQ = ffi::dtype::FLASHINFER_CFG_DTYPE_Q;

@@ -5,8 +5,8 @@
 //   mla_plan(planner, plan, int_workspace, float_workspace_bytes, batch, sizes, options)
 //
 // `planner` holds the bytes of a planner, mla_planner_size() of them, and `plan` those of an
-// MlaPlan, mla_plan_size() of them, which mla_plan writes. Index tensors are on the host. A CUDA
-// int_workspace is filled by one asynchronous copy on the current stream, and a CPU tensor in
+// MlaLaunchPlan, mla_plan_size() of them, which mla_plan writes. Index tensors are on the host. A
+// CUDA int_workspace is filled by one asynchronous copy on the current stream, and a CPU tensor in
 // place; with None, only `plan` is made. Tuples:
 //
 //   batch    (qo_indptr, kv_indptr, kv_len_arr)
@@ -14,6 +14,7 @@
 //   options  (causal, splits, is_graph)
 //
 // The work is divided for `num_sms` multiprocessors; 0: for all of the GPU.
+#include <flashinfer/mla/plan_params.h>
 #include <flashinfer/scheduler/mla_plan.h>
 
 #include <algorithm>
@@ -104,7 +105,7 @@ FLASHINFER_FFI_EXPORT_INT(mla_planner_size, args) {
 
 FLASHINFER_FFI_EXPORT_INT(mla_plan_size, args) {
   args.all_taken();
-  return sizeof(flashinfer::MlaPlan);
+  return sizeof(flashinfer::MlaLaunchPlan);
 }
 
 FLASHINFER_FFI_EXPORT(mla_plan_create, args) {
@@ -126,7 +127,7 @@ FLASHINFER_FFI_EXPORT(mla_plan_destroy, args) {
 FLASHINFER_FFI_EXPORT(mla_plan, args) {
   using namespace flashinfer;
   Planner& planner = planner_of(args);
-  MlaPlan& plan = exact_struct_in<MlaPlan>(args.tensor("plan"));
+  MlaLaunchPlan& plan = exact_struct_in<MlaLaunchPlan>(args.tensor("plan"));
   const ffi::Tensor ints = args.optional_tensor("int_workspace_buffer");
   const int64_t float_bytes = args.integer("float_workspace_bytes");
   ffi::Args batch = args.group("batch", 3);
@@ -145,7 +146,7 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   const bool is_graph = options.flag("is_graph");
   args.all_taken();
   plan = {};
-  MlaPlan made = {};
+  MlaLaunchPlan made = {};
   read_requests(planner, made, qo_indptr, kv_indptr, kv_len, num_heads, page_size);
 
   constexpr int64_t kNominalCtas = 132;  // for plans without a GPU

@@ -12,9 +12,15 @@ class StagingRing {
   StagingRing() = default;
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
-  // At exit the runtime may be gone before the last plan, so errors are ignored here.
+  // At exit the runtime may be gone before the last plan, so errors are ignored here. Python may
+  // collect a plan while the thread captures a graph, to which this memory does not belong: calls
+  // that wait or free would end the capture, were the thread not told to let them pass.
   ~StagingRing() {
+    if (buffers_[0].read == nullptr) return;  // nothing was copied
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    const cudaError_t status = cudaThreadExchangeStreamCaptureMode(&mode);
     for (Buffer& buffer : buffers_) release(buffer);
+    if (status == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode);
   }
 
   // Lets `write` fill `bytes` bytes, and copies them to the tensor on the current stream.

@@ -53,6 +53,7 @@ struct Driver {
   F(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, 7000) \
   F(cuOccupancyMaxActiveClusters, 11070)                        \
   F(cuStreamIsCapturing, 10000)                                 \
+  F(cuThreadExchangeStreamCaptureMode, 10010)                   \
   F(cuMemcpyAsync, 4000)                                        \
   F(cuMemHostAlloc, 2020)                                       \
   F(cuMemFreeHost, 2000)                                        \
@@ -420,6 +421,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   return as_runtime(
       driver().cuStreamIsCapturing(stream, reinterpret_cast<CUstreamCaptureStatus*>(status)));
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  if (driver().opened != cudaSuccess) return driver().opened;
+  return as_runtime(
+      driver().cuThreadExchangeStreamCaptureMode(reinterpret_cast<CUstreamCaptureMode*>(mode)));
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,

@@ -57,8 +57,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     r"""Absorbed latent attention of a batch, planned on the device and run in one call.
 
     Nothing waits for the GPU if lengths are on it, so that a CUDA graph may capture the call and
-    replay it for other lengths and pages. A wrapper that is planned once a step saves the planner's
-    launch in each layer.
+    replay it for other lengths and pages. A wrapper that is planned once a step saves the plan in
+    each layer. Calls that share `workspace_buffer` must follow one another.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ import torch
 from .._attention.checks import scalar
 from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
-from .._common.driver import get_stream_sm_count
+from .._common.driver import get_device_sm_count, get_stream_sm_count
 from .._common.dtypes import torch_name
 from ..jit.attention.mla import (
     FLOAT8,
@@ -156,7 +156,7 @@ class OneCall:
         lse: torch.Tensor | None,
         base: str | None,
     ) -> None:
-        """Both launches, with the plan made by the first."""
+        """With the plan made on the device, by the kernel's CTAs or by a launch before it."""
         config = options.config(backend, self.query.device, table.max_q_len)
         if self.is_scaled:
             config = dataclasses.replace(
@@ -170,6 +170,7 @@ class OneCall:
         begin = get_mla_device_plan_module().mla_device_plan(
             plan,
             raw,
+            _counters_of(raw) if config.backend == "fa3" else None,
             table.kv_lens,
             table.qo_indptr,
             (count, width, table.pages.stride(0), table.sharers),
@@ -232,6 +233,23 @@ class OneCall:
             sinks=self.sinks,
             bmm2_scale=self.scales[1],
         )
+
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _counters_of(workspace: torch.Tensor) -> torch.Tensor | None:
+    """Zeros that launches with this workspace leave as zeros; None: a launch before must plan.
+
+    The workspace itself may hold anything, and to clear a part of it would be a launch. What a
+    capture records is not done yet, so that zeros are first made outside.
+    """
+    key = workspace.device, workspace.data_ptr()
+    found = _counters.get(key)
+    if found is None and not torch.cuda.is_current_stream_capturing():
+        count = 2 * get_device_sm_count(workspace.device)
+        found = _counters[key] = torch.zeros(count, dtype=torch.int32, device=workspace.device)
+    return found
 
 
 def read_one_call(

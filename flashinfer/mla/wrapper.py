@@ -124,8 +124,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
         self._batch: MlaBatch | None = None
         self._kv_indices: torch.Tensor | None = None
         self._run: Any = None
-        self._cached_module = PlannedModule(self._plan_again)
 
+    # Made anew each time: kept, it would hold the wrapper and its plan until a collection.
+    _cached_module = property(lambda self: PlannedModule(self._plan_again))
     _planned_results = property(lambda self: self._options and self._options.results)
 
     # --- Planning -----------------------------------------------------------------------------

@@ -149,6 +149,13 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return *std::max_element(all, all + 32);
 }
 
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  const unsigned* all = emulation::block.exchange(value);
+  unsigned sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += all[lane];
+  return sum;
+}
+
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 [[noreturn]] inline void __trap() { emulation::fail("the program traps"); }
 

@@ -104,6 +104,72 @@ struct Case {
   }
 };
 
+#if defined(EMULATION_WIDE) || defined(EMULATION_NARROW)
+// CTAs that plan for themselves need a table of page numbers, a row of it for each request.
+struct OwnPlan {
+  std::vector<int32_t> table, kv_lens, qo_indptr{0};
+  std::vector<uint4> ints;
+  std::vector<MlaMergeCounters> counters;
+  MlaPlanParams params = {};
+
+  OwnPlan(const Case& problem, int num_ctas) : counters(num_ctas) {
+    int most_pages = 1, most_rows = 1;
+    for (const MlaRequest& request : problem.requests) {
+      kv_lens.push_back(request.kv_len);
+      qo_indptr.push_back(request.qo_begin + request.qo_len);
+      most_pages = std::max(most_pages, ceil_div(request.kv_len, problem.page_size));
+      most_rows = std::max(most_rows, request.qo_len * problem.heads);
+    }
+    for (const MlaRequest& request : problem.requests) {
+      const int pages = ceil_div(request.kv_len, problem.page_size);
+      for (int i = 0; i < most_pages; ++i) {
+        table.push_back(i < pages ? problem.indices[request.kv_base + i] : -7);
+      }
+    }
+    const int tiles = ceil_div(most_rows, 64);
+    const int most = tiles > 4 ? ceil_div(problem.heads, 64) : tiles;
+    params.lanes = std::max(1, std::min({most, 4, num_ctas}));
+    params.kv_lens = kv_lens.data();
+    params.qo_indptr = qo_indptr.data();
+    params.num_requests = static_cast<int>(kv_lens.size());
+    params.num_tokens = problem.tokens;
+    params.num_heads = FastDivisor(problem.heads);
+    params.sharers = FastDivisor(1);
+    params.table_stride = most_pages;
+    params.most_tokens = most_pages * problem.page_size;
+    const int units = ceil_div(tiles, params.lanes);
+    params.units_of_request = FastDivisor(units);
+    params.num_ctas = num_ctas;
+    params.causal = problem.causal;
+    const int64_t num_items = (int64_t{params.num_requests} * units + num_ctas) * params.lanes;
+    const MlaPlanLayout layout(num_ctas);
+    ints.assign((layout.items_offset + num_items * sizeof(MlaWorkItem)) / 16 + 1,
+                uint4{~0u, ~0u, ~0u, ~0u});
+    char* const base = reinterpret_cast<char*>(ints.data());
+    params.header = reinterpret_cast<MlaPlanHeader*>(base);
+    params.cta_begin = reinterpret_cast<int32_t*>(base + layout.cta_begin_offset);
+    params.merges = reinterpret_cast<MlaMerge*>(base + layout.merges_offset);
+    params.items = reinterpret_cast<MlaWorkItem*>(base + layout.items_offset);
+    params.counters = counters.data();
+  }
+
+  void bind(MlaParams& launch, std::vector<float>& floats) const {
+    floats.assign(mla_float_bytes(params.num_ctas, mla_most_slots(params.num_ctas), kCkv) / 4, NAN);
+    launch.partial_lse = floats.data();
+    launch.partial_o = floats.data() + mla_most_slots(params.num_ctas) * kMlaTileRows;
+    launch.kv_indices = table.data();
+    launch.header = params.header;
+    launch.cta_begin = params.cta_begin;
+    launch.merges = params.merges;
+    launch.items = params.items;
+    launch.counters = params.counters;
+    launch.planner = params;
+    launch.plans_itself = true;
+    launch.plan_is_older = false;
+  }
+};
+#endif
+
 bool check(Random& random) {
   const Case problem(random);
   const int rows = std::max(problem.tokens, 1) * problem.heads;
@@ -173,10 +239,18 @@ bool check(Random& random) {
   params.rope_factor = sizeof(Ckv) == 1 && !kScaled && random.one_in(2) ? 0.3f : 1.f;
   params.causal = problem.causal;
   params.plan_is_older = !random.one_in(3);
+#if defined(EMULATION_WIDE) || defined(EMULATION_NARROW)
+  OwnPlan own(problem, num_ctas);
+  static std::mt19937 coin(7);  // leaves the problems as they are
+  if (coin() % 2 == 0) own.bind(params, floats);
+  const bool merges = plan.num_merges > 0 || params.plans_itself;
+#else
+  const bool merges = plan.num_merges > 0;
+#endif
   // The second launch finds the plan's counters as the first one left them.
   for (int launch = 0; launch < 2; ++launch) {
     std::fill(out.begin(), out.end(), from_float<O>(NAN));
-    const cudaError_t status = mla(params, plan.num_merges > 0, false, nullptr);
+    const cudaError_t status = mla(params, merges, false, nullptr);
     if (status != cudaSuccess) emulation::fail("no launch");
   }
 

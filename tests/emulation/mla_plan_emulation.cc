@@ -8,6 +8,7 @@
 // The order matters: the builtins come first.
 #include "mla_device_plan.cu"
 
+#include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/scheduler/mla_plan.h>
 
 #include <map>
@@ -138,6 +139,32 @@ bool can_be_merged(const MlaPlanParams& params) {
   return true;
 }
 
+__global__ void own_plan_kernel(const MlaPlanParams params) {
+  static MlaOwnPlanner::Shared scratch;
+  plan_own_share(params, reinterpret_cast<char*>(&scratch));
+}
+
+// Whether CTAs that plan for themselves write the same list.
+bool is_same_by_ctas(const Case& problem) {
+  const MlaPlanParams& params = problem.params;
+  const MlaPlanLayout layout(params.num_ctas);
+  std::vector<uint4> ints(problem.ints.size(), uint4{~0u, ~0u, ~0u, ~0u});
+  char* const base = reinterpret_cast<char*>(ints.data());
+  MlaPlanParams own = params;
+  own.header = reinterpret_cast<MlaPlanHeader*>(base);
+  own.cta_begin = reinterpret_cast<int32_t*>(base + layout.cta_begin_offset);
+  own.merges = reinterpret_cast<MlaMerge*>(base + layout.merges_offset);
+  own.items = reinterpret_cast<MlaWorkItem*>(base + layout.items_offset);
+  own.counters = nullptr;
+  launch_kernel(own_plan_kernel, dim3(params.num_ctas), dim3(384), 0, nullptr, false, own);
+  const char* const other = reinterpret_cast<const char*>(problem.ints.data());
+  const int64_t items_end =
+      layout.items_offset + params.header->num_items * int64_t{sizeof(MlaWorkItem)};
+  return std::memcmp(base, other, layout.counters_offset) == 0 &&
+         std::memcmp(base + layout.items_offset, other + layout.items_offset,
+                     items_end - layout.items_offset) == 0;
+}
+
 const char* find_fault(Random& random) {
   Case problem(random);
   const MlaPlanParams& params = problem.params;
@@ -148,6 +175,11 @@ const char* find_fault(Random& random) {
   if (num_items > (problem.num_units + params.num_ctas) * params.lanes) return "too many items";
   if (params.header->num_merges > params.num_ctas) return "too many merges";
   if (!can_be_merged(params)) return "counters";
+  static int tried = 0;  // by all CTAs takes longest
+  if (problem.num_units <= MlaOwnPlanner::kThreads && tried++ % 4 == 0 &&
+      !is_same_by_ctas(problem)) {
+    return "plan by CTAs";
+  }
   std::map<std::pair<int, int>, std::vector<MlaWorkItem>> parts;  // by kv_base and first row
   std::set<int> slots;
   for (int i = 0; i < num_items; ++i) {

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashinfer.mla import (
+    BatchMLAPagedAttentionWrapper,
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
@@ -213,6 +214,51 @@ def test_a_graph_follows_lengths_and_pages(device: torch.device, backend: str):
         call["block_tables"].copy_(call["block_tables"].flip(1))
         graph.replay()
         compare(out, expected(call)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm_up", ["none", "elsewhere", "few", "many"])
+@pytest.mark.parametrize("captured", ["few", "many"])
+def test_a_capture_plans_as_no_call_before(
+    captured: str, warm_up: str, device: torch.device, backend: str
+):
+    """Few requests are planned by the kernel, many by a launch, and so are those of a workspace
+    that is used for the first time."""
+    calls = {"few": (2000, 1, 64, 500), "many": tuple(i * 37 % 900 for i in range(140))}
+    calls = {name: make(device, lengths, 1, 16) for name, lengths in calls.items()}
+    calls["elsewhere"] = dict(calls["few"])
+    calls["many"]["workspace_buffer"] = calls["few"]["workspace_buffer"].clone()
+    calls["few"]["workspace_buffer"] = calls["many"]["workspace_buffer"]
+    if warm_up != "none":
+        trtllm_batch_decode_with_kv_cache_mla(**calls[warm_up], backend=backend)
+    call = calls[captured]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = trtllm_batch_decode_with_kv_cache_mla(**call, backend=backend)
+    for _ in range(2):
+        call["seq_lens"].copy_(call["seq_lens"].roll(1))
+        graph.replay()
+        compare(out, expected(call)[0])
+
+
+@pytest.mark.gpu
+def test_a_capture_may_free_a_plan(device: torch.device, backend: str):
+    """The collector may end a wrapper while a graph is captured, which must not end the capture."""
+    call = make(device, MIXED, 1, 16)
+    call["seq_lens"] = call["seq_lens"].cpu()
+    wrapper = BatchMLAPagedAttentionWrapper(call["workspace_buffer"], backend=backend)
+    pages = call["block_tables"].shape[1]
+    first = torch.arange(len(MIXED) + 1, dtype=torch.int32)
+    wrapper.plan(
+        *(first, first * pages, call["block_tables"].flatten(), call["seq_lens"]),
+        *(16, RANK, ROPE, 64, True, call["bmm1_scale"], BF16, BF16),
+    )
+    x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        del wrapper
+        x += 1
+    graph.replay()
+    assert x.item() == 1
 
 
 @pytest.mark.parametrize(

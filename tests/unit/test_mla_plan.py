@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from flashinfer.jit.attention.mla import MlaPlanner
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
 pytestmark = pytest.mark.compiler
 
@@ -127,6 +130,25 @@ def test_random_batches(num_heads: int, causal: bool):
         qo_lens = [random.randint(0, most) for _ in range(batch)]
         kv_lens = [random.randint(0, longest) for _ in range(batch)]
         check(qo_lens, kv_lens, num_heads, causal)
+
+
+def test_a_wrapper_ends_with_its_last_reference():
+    """A collection would end it at any time, within a capture, too."""
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64 << 20, dtype=torch.uint8))
+    indptr = torch.arange(3, dtype=torch.int32)
+    lengths, types = torch.tensor([200, 100], dtype=torch.int32), (torch.bfloat16, torch.bfloat16)
+    wrapper.plan(
+        indptr, indptr * 4, torch.arange(8).int(), lengths, 16, 512, 64, 64, True, 1, *types
+    )
+    assert wrapper._cached_module is not None
+    planner, was_enabled = weakref.ref(wrapper._planner), gc.isenabled()
+    gc.disable()
+    try:
+        del wrapper
+        assert planner() is None
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def test_shares_are_even():

@@ -8,7 +8,6 @@ from tests.unit.test_attention_emulated import Emulator, emulator, one_by_defaul
 
 __all__ = ["emulator"]  # a fixture
 
-PLANNER = "flashinfer/mla/plan.cuh"
 CASES = 400
 
 
@@ -24,17 +23,19 @@ def test_random_batches(emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("statement", "other"),
+    ("header", "statement", "other"),
     one_by_default(
         [
-            ("if (longest[kWhole] <= longest[cut_]) cut_ = kWhole;", "cut_ = kWhole;"),
-            ("return before + sum - value;", "return sum - value;"),
-            ("item.kv_begin = min(begin, item.kv_end);", "item.kv_begin = 0;"),
-            ("(first_slot(places) + part) * lanes + lane", "first_slot(places) * lanes + lane"),
-            ("constexpr int kMany = 4;", "constexpr int kMany = -1;"),
+            ("planner", "if (longest[kWhole] <= longest[cut_]) cut_ = kWhole;", "cut_ = kWhole;"),
+            ("planner", "return before + sum - value;", "return sum - value;"),
+            ("planner", "item.kv_begin = min(begin, item.kv_end);", "item.kv_begin = 0;"),
+            ("planner", "(first_slot(places) + part) * lanes", "first_slot(places) * lanes"),
+            ("plan", "constexpr int kMany = 4;", "constexpr int kMany = -1;"),
+            ("own_plan", "params_.items[first + rank] =", "params_.items[first] ="),
+            ("own_plan", "(is_own ? 1u << kLimitShift : 0)", "(1u << kLimitShift)"),
         ]
     ),
 )
-def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> None:
-    emulator.substitute(PLANNER, statement, other)
+def test_faults_are_found(emulator: Emulator, header: str, statement: str, other: str) -> None:
+    emulator.substitute(f"flashinfer/mla/{header}.cuh", statement, other)
     assert find_fault(emulator)

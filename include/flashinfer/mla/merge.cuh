@@ -31,8 +31,9 @@ class MlaMerger {
         group_(threadIdx.x / kColumnThreads) {}
 
   // The plan is older than the grid before, which has waited for it: only the parts come from
-  // there.
+  // there. Or that grid has planned for itself.
   __device__ __forceinline__ void run() {
+    if (params_.plans_itself) ptx::grid_dependency_wait();
     const int num_units = params_.header->num_merges * kRows;
     MlaMerge merge = {};
     if (static_cast<int>(blockIdx.x) < num_units) merge = params_.merges[blockIdx.x / kRows];

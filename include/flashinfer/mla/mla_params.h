@@ -7,7 +7,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/fast_divisor.h>
-#include <flashinfer/scheduler/mla_work.h>
+#include <flashinfer/mla/plan_params.h>
 
 namespace flashinfer {
 
@@ -39,12 +39,14 @@ struct MlaParams {
   FastDivisor num_heads, page_size;
   uint32_t num_pages;  // of the cache
   uint32_t num_ctas;
-  float sm_scale_log2;     // of logits, times log2(e)
-  float o_scale;           // of outputs
-  float rope_factor;       // of rotary products, beside sm_scale; read where caches have 8 bits
-  float lse_factor;        // 1: base 2; ln 2: base e
-  bool causal;             // the last query token is at the last KV token
-  bool plan_is_older;      // than the grid before, which has waited for it
+  float sm_scale_log2;  // of logits, times log2(e)
+  float o_scale;        // of outputs
+  float rope_factor;    // of rotary products, beside sm_scale; read where caches have 8 bits
+  float lse_factor;     // 1: base 2; ln 2: base e
+  bool causal;          // the last query token is at the last KV token
+  bool plan_is_older;   // than the grid before, which has waited for it
+  bool plans_itself;    // CTAs write their items, as `planner` says
+  MlaPlanParams planner;
   uint32_t profile_words;  // of `profile`
   uint64_t* profile;       // buffer of profiler.cuh; read by kernels that record their events
 };

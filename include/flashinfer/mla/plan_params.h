@@ -1,4 +1,4 @@
-// Arguments of a plan of MLA that is made on the device. Plain C++.
+// Plans of MLA that are made on the device. Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,11 @@
 
 namespace flashinfer {
 
+// Units of MlaPlanParams that CTAs which plan for themselves can divide; a launch plans more.
+inline constexpr int64_t kMlaMostOwnUnits = 128;
+
+// Arguments of a plan that is made on the device.
+//
 // Requests stand in a table of page numbers. A request has `qo_len` query tokens, or those that
 // qo_indptr says. The tiles of a request make up to `units_of_request` units of `lanes` tiles.
 struct MlaPlanParams {
@@ -15,7 +20,7 @@ struct MlaPlanParams {
   MlaPlanHeader* header;
   int32_t* cta_begin;          // [num_ctas + 1]
   MlaMerge* merges;            // [num_ctas]
-  MlaMergeCounters* counters;  // [num_ctas]
+  MlaMergeCounters* counters;  // [num_ctas]; CTAs that plan for themselves find zeros there
   MlaWorkItem* items;
   int32_t num_requests, qo_len, num_tokens;
   FastDivisor num_heads;
@@ -27,6 +32,12 @@ struct MlaPlanParams {
   FastDivisor units_of_request;
   int32_t lanes, num_ctas;
   bool causal;
+};
+
+// A plan as the launch takes it.
+struct MlaLaunchPlan : MlaPlan {
+  bool made_by_ctas;  // of the kernel, from `planner`
+  MlaPlanParams planner;
 };
 
 }  // namespace flashinfer

@@ -87,7 +87,7 @@ struct MlaPlan {
   int32_t num_heads, page_size;
   bool causal;
   bool merges;          // whether there may be something to merge
-  bool made_on_device;  // by the launch before
+  bool made_on_device;  // by the launch before, or by each CTA for itself
 };
 
 }  // namespace flashinfer

@@ -5,6 +5,7 @@
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once
 
+#include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/consumer.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/mla/sm90/widener.cuh>
@@ -60,6 +61,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   synchronize_cluster<kSharers>();
   if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
+  // In the place of queries, which threads write.
+  if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
   const int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup_idx == 2) {
     ptx::decrease_registers<Tile::kProducerRegisters>();

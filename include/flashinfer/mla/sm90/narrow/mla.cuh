@@ -10,6 +10,7 @@
 #pragma once
 
 #include <flashinfer/mla/merge.cuh>
+#include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/narrow/attention.cuh>
 #include <flashinfer/mla/sm90/narrow/copier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // the merge finds no room before this CTA has ended
+  if (params.plans_itself) plan_own_share(params.planner, shared);
   if (threadIdx.x >= Tile::kMathThreads) {
     ptx::decrease_registers<Tile::kCopyRegisters>();
     MlaNarrowCopier<Tile>(params, shared, control).run();
