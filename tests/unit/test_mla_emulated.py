@@ -74,6 +74,7 @@ WIDE = "flashinfer/mla/sm90/mla.cuh"
 WIDE_CONSUMER = "flashinfer/mla/sm90/consumer.cuh"
 WIDE_PRODUCER = "flashinfer/mla/sm90/producer.cuh"
 WIDENER = "flashinfer/mla/sm90/widener.cuh"
+PLACE_WAIT = "ptx::mbarrier_wait_soon(address(control_.kv_empty[block][part]), parity);"
 E4M3 = "float8_e4m3fn"
 PART_MERGE = "flashinfer/mla/sm90/part_merge.cuh"
 
@@ -154,7 +155,8 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
             (PART_MERGE, "sum += control_.part_sums[i][group];", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
             (WIDE_PRODUCER, "pages, first_box + box);", "pages, first_box);"),
-            (WIDE_CONSUMER, "(i + Tile::kChunksHalf) % Tile::kChunksCkv", "i + Tile::kChunksHalf"),
+            (WIDE_CONSUMER, "kGroup * Tile::kChunksHalf) % Tile::kChunksCkv", "kGroup * 2)"),
+            (WIDE_PRODUCER, PLACE_WAIT, ""),
         ]
     ),
 )

@@ -9,7 +9,9 @@
 //   O += P1 V1[:, left]        <--- P1 ---    O += P1 V1[:, right]
 //
 // While one computes weights, the tensor cores work for the other. A warpgroup reads its own
-// weights from registers and the other's from shared memory.
+// weights from registers and the other's from shared memory, where P1 takes the place of P0. Parts
+// of KV are given back as soon as their products have ended: what comes there is needed again less
+// than a step later.
 //
 // Weights are exponentials relative to a reference per row, which both warpgroups share. It is not
 // the row's largest logit: it moves only when a logit exceeds it by 2^kHeadroom. This is rare, so
@@ -96,9 +98,6 @@ class MlaConsumer {
   __device__ __forceinline__ uint32_t block_address(int block) const {
     return shared_ + Tile::kOffsetK + block * Tile::kBlockBytes;
   }
-  __device__ __forceinline__ uint32_t weights_address(int block) const {
-    return block_address(block) + Tile::kChunksCkv * Tile::kChunkBytes;
-  }
 
   __device__ __forceinline__ void attend(const MlaWorkItem& item, uint32_t parity) {
     Output output;
@@ -137,6 +136,7 @@ class MlaConsumer {
     Weights weights;
     float largest[2], shrink[2];
     if (is_last) arrive(control_.q_empty);
+    if constexpr (Tile::kRopeFirst) give_back(control_.kv_empty[0][kRope]);
     profile_.begin(MlaEvent::kWeights);
     find_largest(logits, largest, token);
     const bool moves = weigh(logits, weights, largest, shrink);
@@ -211,15 +211,15 @@ class MlaConsumer {
       ptx::wgmma_wait<1>();
       ptx::wgmma_done(logits);
     }
+    if constexpr (Tile::kRopeFirst) give_back(control_.kv_empty[1][kRope]);
     profile_.begin(MlaEvent::kWeights);
     if (kAhead) find_largest(logits, largest, token);
     if (kAhead && is_last) arrive(control_.q_empty);
     const bool moves = weigh(logits, weights, largest, shrink);
-    if constexpr (!kAhead) finish_values(output, control_.kv_empty[0][kRight]);
+    finish_values(output, control_.kv_empty[0][kRight]);
     publish(weights);
     profile_.end(MlaEvent::kWeights);
     ptx::named_barrier_arrive(kWeightsOfSecond, Tile::kConsumerThreads);
-    if constexpr (kAhead) finish_values(output, control_.kv_empty[0][kRight]);
     profile_.end(MlaEvent::kValues);
     profile_.begin(MlaEvent::kValues);
     if (moves) multiply(output, shrink);
@@ -252,10 +252,9 @@ class MlaConsumer {
   // The other chunks. The first warpgroup waits for them. In pairs it tells the second before the
   // last one has ended, so that logits follow logits without a gap.
   __device__ __forceinline__ void continue_keys(Logits& logits, bool tells) const {
-    constexpr int kChunks = Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0);
 #pragma unroll
-    for (int i = 1; i < kChunks; ++i) {
-      if (kGroup == 0 && i == kChunks - 1) ptx::wgmma_commit();
+    for (int i = 1; i < Tile::kChunks; ++i) {
+      if (kGroup == 0 && i == Tile::kChunks - 1) ptx::wgmma_commit();
       multiply_chunk(logits, i);
     }
     ptx::wgmma_commit();
@@ -287,10 +286,11 @@ class MlaConsumer {
     ptx::mbarrier_wait_soon(address(control_.kv_full[kGroup][chunk]), phase);
   }
 
-  // The chunk at position i: the producer loads the half that is free first before the other.
+  // The chunk at position i: the producer loads what is free first before the rest.
   __device__ __forceinline__ static constexpr int chunk_in_turn(int i) {
-    const bool is_kpe = i == Tile::kChunksCkv;
-    return kGroup == 0 || is_kpe ? i : (i + Tile::kChunksHalf) % Tile::kChunksCkv;
+    constexpr int kFirst = Tile::kRopeFirst ? 1 : 0;  // of the halves
+    if (i < kFirst || i == Tile::kChunksCkv + kFirst) return Tile::kChunksCkv;
+    return (i - kFirst + kGroup * Tile::kChunksHalf) % Tile::kChunksCkv;
   }
 
   // Waits for the products with values, and releases the values.
@@ -314,7 +314,7 @@ class MlaConsumer {
   // The other warpgroup's values. It has waited for them, and its barrier makes them visible here.
   __device__ __forceinline__ void add_values_of_shared(Output& output, int half) {
     const uint64_t v = value_operand(kOther, half);
-    const uint64_t p = ptx::wgmma_operand(weights_address(kOther));
+    const uint64_t p = ptx::wgmma_operand(shared_ + Tile::kOffsetWeights);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       ptx::wgmma<T, true>(output, ptx::wgmma_advance(p, step * 32),
@@ -331,9 +331,7 @@ class MlaConsumer {
   // Clears rows of the own block that are beyond the request: 0 * NaN is not 0.
   __device__ __forceinline__ void clear_rows(int num_tokens, uint32_t phase) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < Tile::kChunksCkv + (Tile::kDimKpe != 0 ? 1 : 0); ++chunk) {
-      wait_for_chunk(chunk, phase);
-    }
+    for (int chunk = 0; chunk < Tile::kChunks; ++chunk) wait_for_chunk(chunk, phase);
     for (int row = num_tokens + warp_idx_; row < Tile::kBlock; row += 4) {
       for (int column = lane_idx_; column < Tile::kChunks * 8; column += 32) {
         ptx::store_shared_16(block_address(kGroup) + swizzled_offset<64>(row, column),
@@ -427,14 +425,14 @@ class MlaConsumer {
     }
   }
 
-  // Gives the other warpgroup the weights, which overwrite kpe, and references.
+  // Gives the other warpgroup the weights and references. The warp overwrites rows of weights that
+  // it alone has read, in products that have ended.
   __device__ __forceinline__ void publish(const Weights& weights) {
-    ptx::named_barrier_sync(kGroupBarrier + kGroup, 128);
     const int row = warp_idx_ * 16 + lane_idx_ % 16;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       ptx::stmatrix_x4(
-          weights_address(kGroup) + swizzled_offset<64>(row, 2 * step + lane_idx_ / 16),
+          shared_ + Tile::kOffsetWeights + swizzled_offset<64>(row, 2 * step + lane_idx_ / 16),
           weights[step]);
     }
     if (lane_idx_ % 4 == 0) {

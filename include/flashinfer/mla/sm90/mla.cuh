@@ -37,9 +37,7 @@ __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copi
     for (int chunk = 0; chunk < kMlaMaxChunks; ++chunk) {
       init(control.kv_full[block][chunk], copies_by_threads ? kWarps : 1);
     }
-    for (int half = 0; half < 2; ++half) {
-      init(control.kv_empty[block][half], kWarps * kSharers);
-    }
+    for (uint64_t& empty : control.kv_empty[block]) init(empty, kWarps * kSharers);
   }
   ptx::mbarrier_init_fence();
 }

@@ -139,48 +139,42 @@ class MlaProducer {
     }
   }
 
-  // One lane per box of 64 columns. The part that is multiplied first is loaded first.
+  // In the order of products.
   __device__ __forceinline__ void load_block(const MlaWorkItem& item, int block, int first_token,
                                              int pages, int first_box) {
+    constexpr int kChunksHalf = Tile::kChunksHalf;
     const int box_rows = static_cast<int>(maps_.box_rows);
     const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + box_rows - 1) / box_rows;
     const uint32_t parity = next_parity(block);
     const int first = block == 0 ? kLeft : kRight;
-    load_part(first, block, parity, first_token, num_boxes, pages, first_box);
-    load_part(1 - first, block, parity, first_token, num_boxes, pages, first_box);
-    if (Tile::kDimKpe != 0) {
-      load_part(kRope, block, parity, first_token, num_boxes, pages, first_box);
+    if (Tile::kRopeFirst) {
+      load_part<1>(kRope, block, parity, first_token, num_boxes, pages, first_box);
     }
+    load_part<kChunksHalf>(first, block, parity, first_token, num_boxes, pages, first_box);
+    load_part<kChunksHalf>(1 - first, block, parity, first_token, num_boxes, pages, first_box);
   }
 
+  // One lane per box of 64 columns. All about it is known before the lane waits for its place: what
+  // comes there is needed soon after.
+  template <int kNumChunks>
   __device__ __forceinline__ void load_part(int part, int block, uint32_t parity, int first_token,
                                             int num_boxes, int pages, int first_box) {
-    if (part != kRope) {
-      ptx::mbarrier_wait_soon(address(control_.kv_empty[block][part]), parity);
-    }
-    const int num_chunks = part == kRope ? 1 : Tile::kChunksHalf;
-    const int first_chunk = part * Tile::kChunksHalf;
+    static_assert(kNumChunks * (Tile::kBlock / 16) <= 32);
+    const int box = lane_idx_ / kNumChunks;
+    const int chunk = part * Tile::kChunksHalf + lane_idx_ % kNumChunks;
     // Boxes of pages that do not exist load nothing: the request has no tokens there.
-    unsigned existing = 0;
-    for (int i = 0; i < num_boxes; ++i) {
-      existing += __shfl_sync(0xffffffffu, pages, first_box + i) >= 0;
-    }
+    const int page = __shfl_sync(0xffffffffu, pages, first_box + box);
+    const bool loads = box < num_boxes && page >= 0;
+    const uint32_t existing = __popc(__ballot_sync(0xffffffffu, loads)) / kNumChunks;
     const uint32_t box_bytes = maps_.box_rows * 128;
-    if (lane_idx_ < num_chunks) {
-      ptx::mbarrier_arrive_expect(address(control_.kv_full[block][first_chunk + lane_idx_]),
-                                  existing * box_bytes);
-    }
-    for (int i = 0; i < num_boxes * num_chunks; i += 32) {
-      const int index = i + lane_idx_;
-      const int box = min(index / num_chunks, num_boxes - 1);
-      const int chunk = first_chunk + index % num_chunks;
-      const int page = __shfl_sync(0xffffffffu, pages, first_box + box);
-      if (index >= num_boxes * num_chunks || page < 0) continue;
-      const uint32_t token = first_token + box * maps_.box_rows;
-      const int slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
-      load_box(block_address(block) + chunk * Tile::kChunkBytes + box * box_bytes, part, block,
-               chunk, slot, page);
-    }
+    const uint32_t token = first_token + box * maps_.box_rows;
+    const int slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
+    const uint32_t target = block_address(block) + chunk * Tile::kChunkBytes + box * box_bytes;
+    const uint32_t full = address(control_.kv_full[block][chunk]);
+    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][part]), parity);
+    if (box == 0) ptx::mbarrier_arrive_expect(full, existing * box_bytes);
+    __syncwarp();
+    if (loads) load_box(target, part, block, chunk, slot, page);
     __syncwarp();
   }
 
@@ -217,13 +211,12 @@ class MlaProducer {
       }
 #pragma unroll 1
       for (int i = 0; i < (Tile::kDimKpe != 0 ? 3 : 2); ++i) {
-        const int part = i == 2 ? kRope : block == 0 ? i : 1 - i;
-        if (part != kRope) {
-          const uint32_t empty = address(control_.kv_empty[block][part]);
-          if (!__all_sync(0xffffffffu, ptx::mbarrier_test(empty, parity))) {
-            announce_all();  // its readers may be waiting for them
-            ptx::mbarrier_wait(empty, parity);
-          }
+        const int half = Tile::kRopeFirst ? i - 1 : i;  // in turn
+        const int part = half < 0 ? kRope : block == 0 ? half : 1 - half;
+        const uint32_t empty = address(control_.kv_empty[block][part]);
+        if (!__all_sync(0xffffffffu, ptx::mbarrier_test(empty, parity))) {
+          announce_all();  // its readers may be waiting for them
+          ptx::mbarrier_wait(empty, parity);
         }
         if (part == kRope) {
           copy_rows<1>(block, Tile::kChunksCkv, params_.kpe.data, kpe);

@@ -1,9 +1,8 @@
 // Shared memory of the MLA kernel for Hopper (mla/sm90/mla.cuh).
 //
 // Operands lie as the tensor cores read them: chunks of 64 columns, in each 64 rows of 128 bytes
-// with the 128-byte swizzle. One copy of queries and two blocks of KV fill the CTA's shared memory;
-// values are the first chunks of the keys. The weights of a block overwrite its kpe, which is not
-// needed after the block's logits.
+// with the 128-byte swizzle. One copy of queries, two blocks of KV and the weights of one block
+// fill the CTA's shared memory; values are the first chunks of the keys.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +38,9 @@ struct MlaTile {
   static constexpr int kStep = 2 * kBlock;
   static constexpr int kChunksCkv = kDimCkv / 64;
   static constexpr int kChunksHalf = kChunksCkv / 2;  // of the output columns of a warpgroup
-  static constexpr int kChunks = kChunksCkv + 1;      // the last one: kpe, then weights
+  static constexpr int kChunks = kChunksCkv + (kDimKpe != 0 ? 1 : 0);  // the last one: kpe
+  // Whether kpe is given back on its own, after the block's logits, and comes before the halves.
+  static constexpr bool kRopeFirst = !kWidens && kDimKpe != 0;
   static constexpr int kChunkBytes = 64 * 128;
   static constexpr int kOutputTiles = kDimCkv / 2 / 8;
 
@@ -52,7 +53,8 @@ struct MlaTile {
   static constexpr int kOffsetQ = 0;
   static constexpr int kOffsetK = kChunks * kChunkBytes;  // of block 0
   static constexpr int kBlockBytes = kChunks * kChunkBytes;
-  static constexpr int kOffsetControl = 3 * kChunks * kChunkBytes;
+  static constexpr int kOffsetWeights = 3 * kChunks * kChunkBytes;
+  static constexpr int kOffsetControl = kOffsetWeights + kChunkBytes;
 };
 
 // The same for a kernel that records its events (mla/events.cuh).
@@ -71,7 +73,7 @@ inline constexpr int kMlaMaxChunks = 9;
 struct MlaControl {
   uint64_t q_full, q_empty;
   uint64_t kv_full[2][kMlaMaxChunks];  // each chunk has a barrier, so that products begin early
-  uint64_t kv_empty[2][2];             // left, right; kpe is given back with the half that is last
+  uint64_t kv_empty[2][kNumParts];     // without kRopeFirst, kpe is free when both halves are
   float largest[2][64];                // of rows, as the first and the second block left them
   float sums[2][2][64];                // by parity of the item, of either warpgroup
   float row_scale[64];                 // of logits, where queries were widened
