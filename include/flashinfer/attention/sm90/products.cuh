@@ -38,6 +38,16 @@ struct HopperProducts {
     return __shfl_sync(0xffffffffu, value, 0);
   }
 
+  // A condition for a branch between two forms of the products, the same in all lanes. If they have
+  // few columns, ptxas finds registers for them (C7511) with NVRTC only if it is told so, and with
+  // nvcc only if it is not: NVRTC's addresses of shared memory have 64 bits.
+  __device__ __forceinline__ static bool agreed(bool condition) {
+#ifdef __CUDACC_RTC__
+    if constexpr (Tile::kHeadDimVO < 128) return __any_sync(0xffffffffu, condition);
+#endif
+    return condition;
+  }
+
   // Computes logits = q k^T for the group's rows and the first `kTiles` token tiles.
   template <int kTiles>
   __device__ __forceinline__ static void multiply_qk(float (&all_logits)[Tile::kTokenTiles][4],

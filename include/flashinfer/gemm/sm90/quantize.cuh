@@ -115,24 +115,25 @@ class GemmQuantizer {
       }
     }
     ptx::named_barrier_sync(kBarrier, kThreads);
+    // A thread finds the factor of a row, which takes the place of the first warp's maximum.
+    for (uint32_t row = threadIdx.x; row < kTiles * 8; row += kThreads) {
+      float largest = kLeast;
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) {
+        largest = fmaxf(largest, load_float(maximum(warp, row)));
+      }
+      store_float(maximum(0, row), kMax / largest);
+      const bool owns = Tile::kSplits == 1 || row / 8 / Tile::kOwnedTiles == place_.split;
+      if (owns) store_scale(work, work.row + row, 0, largest / kMax);
+    }
+    ptx::named_barrier_sync(kBarrier, kThreads);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t row = j * 8 + lane_idx_ % 4 * 2 + i;
-        float largest = kLeast;
-#pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) {
-          largest = fmaxf(largest, load_float(maximum(warp, row)));
-        }
-        const float factor = kMax / largest;
+        const float factor = load_float(maximum(0, j * 8 + lane_idx_ % 4 * 2 + i));
         sums[j][i] *= factor;
         sums[j][i + 2] *= factor;
-        const bool owns =
-            Tile::kSplits == 1 || j / Tile::kOwnedTiles == static_cast<int>(place_.split);
-        if (owns && warp_idx_ == 0 && lane_idx_ < 4) {
-          store_scale(work, work.row + row, 0, largest / kMax);
-        }
       }
     }
   }

@@ -73,19 +73,11 @@ class MlaPartMerge {
     }
     synchronize();
     if (control_.share_count == 0 && control_.complete_merge < 0) return;
-    Rows rows = share_of(merge);
+    const Rows rows = share_of(merge);
     const bool together = has_groups(merge) && rows.count <= kWarps;
-    if (together) add_groups(merge, rows);
+    add_rows(merge, rows, together);
     synchronize();
-    if (together) {
-      finish_groups(merge, rows);
-    } else {
-      merge_alone(merge, rows);
-    }
-    if (control_.complete_merge >= 0) {
-      const MlaMerge complete = params_.merges[control_.complete_merge];
-      merge_alone(complete, {0, 1, num_rows(complete)});
-    }
+    if (together) finish_groups(merge, rows);
   }
 
  private:
@@ -198,21 +190,37 @@ class MlaPartMerge {
     }
   }
 
-  // A warp has rows of its own.
-  __device__ __forceinline__ void merge_alone(const MlaMerge& merge, const Rows& rows) const {
-    const int groups = has_groups(merge) ? kWarps : 1;
+  // Adds up the parts of the CTA's share, then those of the tile that it completed. A warp has rows
+  // of its own, or `together` with the others a group of each row. All of it is one copy of the
+  // code, which would otherwise be a sixth of what the kernel takes to compile.
+  __device__ __forceinline__ void add_rows(MlaMerge merge, Rows rows, bool together) const {
+    const int warp = threadIdx.x / 32;
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < rows.count; i += kWarps) {
-      const int row = rows.first + i * rows.step;
-      const float largest = find_largest(merge, row);
-      Sums sums = {}, others;
-      float sum = 0.f;
-#pragma unroll 1
-      for (int group = 0; group < groups; ++group) {
-        sum += add_parts(merge, row, group, groups, largest, others);
-        add(sums, others);
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == 1) {
+        if (control_.complete_merge < 0) break;
+        merge = params_.merges[control_.complete_merge];
+        rows = {0, 1, num_rows(merge)};
+        together = false;
       }
-      write(merge, row, largest, sum, sums);
+      const int groups = has_groups(merge) ? kWarps : 1;
+#pragma unroll 1
+      for (int i = together ? 0 : warp; i < rows.count; i += together ? 1 : kWarps) {
+        const int row = rows.first + i * rows.step;
+        const float largest = find_largest(merge, row);
+        Sums sums = {}, others;
+        float sum = 0.f;
+#pragma unroll 1
+        for (int group = together ? warp : 0; group < (together ? warp + 1 : groups); ++group) {
+          sum += add_parts(merge, row, group, groups, largest, others);
+          add(sums, others);
+        }
+        if (together) {
+          store_group(i, sum, sums);
+        } else {
+          write(merge, row, largest, sum, sums);
+        }
+      }
     }
   }
 
@@ -243,24 +251,18 @@ class MlaPartMerge {
     return shared_ + (i * kWarps + group) * Tile::kDimCkv * 4 + threadIdx.x % 32 * 32;
   }
 
-  // Each warp adds up a group of each row.
-  __device__ __forceinline__ void add_groups(const MlaMerge& merge, const Rows& rows) const {
+  // Stores the warp's group of row `i`.
+  __device__ __forceinline__ void store_group(int i, float sum, const Sums& sums) const {
     const int warp = threadIdx.x / 32;
-#pragma unroll 1
-    for (int i = 0; i < rows.count; ++i) {
-      const int row = rows.first + i * rows.step;
-      Sums sums;
-      const float sum = add_parts(merge, row, warp, kWarps, find_largest(merge, row), sums);
-      if (threadIdx.x % 32 == 0) control_.part_sums[i][warp] = sum;
+    if (threadIdx.x % 32 == 0) control_.part_sums[i][warp] = sum;
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
+    for (int k = 0; k < kLoads; ++k) {
 #pragma unroll
-        for (int e = 0; e < 8; e += 4) {
-          const float* x = &sums[k][e];
-          ptx::store_shared_16(group_place(i, warp) + k * 1024 + e * 4,
-                               uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
-                                     __float_as_uint(x[2]), __float_as_uint(x[3])});
-        }
+      for (int e = 0; e < 8; e += 4) {
+        const float* x = &sums[k][e];
+        ptx::store_shared_16(group_place(i, warp) + k * 1024 + e * 4,
+                             uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                   __float_as_uint(x[2]), __float_as_uint(x[3])});
       }
     }
   }
