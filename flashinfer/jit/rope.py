@@ -19,8 +19,8 @@ class RopeConfig(ModuleConfig):
     """Selects code.
 
     `computed`: angles come from frequencies, else from a cache of `cache_dtype`. `out_dtype` is
-    `dtype`, or an 8-bit float. `append`: K and V go to a paged cache. Sizes, strides and
-    frequencies are run-time arguments.
+    `dtype`, or an 8-bit float. `append`: K and V go to a paged cache; `keeps_rows`: only they have
+    `out_dtype`, and heads may have a norm. Sizes, strides and frequencies are run-time arguments.
     """
 
     module: ClassVar[str] = "rope"
@@ -31,6 +31,7 @@ class RopeConfig(ModuleConfig):
     computed: bool = False
     cache_dtype: torch.dtype = torch.float32
     append: bool = False
+    keeps_rows: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("q", self.dtype, FLOAT)
@@ -76,5 +77,5 @@ _presets = {
 def gen_rope_module(config: RopeConfig) -> JitSpec:
     """The module with ``rope`` or ``rope_with_cache``, or their quantising forms."""
     quantizes = config.out_dtype != config.dtype
-    binding = "rope_quantize_jit_binding.cc" if quantizes else "rope_jit_binding.cc"
-    return JitSpec.from_config(config, ["rope.cu", binding])
+    name = "rope_append" if config.keeps_rows else "rope_quantize" if quantizes else "rope"
+    return JitSpec.from_config(config, ["rope.cu", f"{name}_jit_binding.cc"])
