@@ -40,6 +40,10 @@ class RopeConfig(ModuleConfig):
         check_dtype("cos_sin_cache", self.cache_dtype, FLOAT)
 
 
+def _appending(dtype: torch.dtype, cached: torch.dtype, interleave: bool = False) -> RopeConfig:
+    return RopeConfig(dtype, cached, interleave, append=True, keeps_rows=True)
+
+
 def _aot_configs() -> Iterator[RopeConfig]:
     for dtype in (torch.float16, torch.bfloat16):
         for interleave in (False, True):
@@ -47,16 +51,20 @@ def _aot_configs() -> Iterator[RopeConfig]:
                 yield RopeConfig(dtype, dtype, interleave, computed)
             for append in (False, True):
                 yield RopeConfig(dtype, torch.float8_e4m3fn, interleave, append=append)
+            for cached in (dtype, torch.float8_e4m3fn):
+                yield _appending(dtype, cached, interleave)
 
 
 def _llama_configs() -> Iterator[RopeConfig]:
     for computed in (False, True):
         yield RopeConfig(torch.bfloat16, torch.bfloat16, interleave=False, computed=computed)
+    yield _appending(torch.bfloat16, torch.bfloat16)
 
 
 def _fp8_configs() -> Iterator[RopeConfig]:
     for append in (False, True):
         yield RopeConfig(torch.bfloat16, torch.float8_e4m3fn, interleave=False, append=append)
+    yield _appending(torch.bfloat16, torch.float8_e4m3fn)
 
 
 def _mla_configs() -> Iterator[RopeConfig]:

@@ -230,7 +230,7 @@ class Attention(Body):
             self.rope is not None
             and self.rope.cos_sin.shape[1] == self.spec.dim
             and not any(norm.plus_one for norm in norms)
-            and (not norms or self.spec.dim in (64, 128, 256))
+            and (not norms or self.spec.dim in (16, 32, 64, 128, 256, 512))
             and hasattr(kernels.rope, "rope_append_paged_kv_cache")
         )
 

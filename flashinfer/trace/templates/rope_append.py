@@ -160,7 +160,7 @@ def _template(suffix: str, kv_layout: str) -> TraceTemplate:
             **table,
             "q_weight": _weight("q"),
             "k_weight": _weight("k"),
-            "eps": Scalar(description="Added to the mean of the squares."),
+            "eps": Scalar(minimum=0, description="Added to the mean of the squares."),
             "quant_scale_k": Scalar(above=0, description="Factor of keys in an 8-bit cache."),
             "quant_scale_v": Scalar(above=0, description="Factor of values in an 8-bit cache."),
         },
