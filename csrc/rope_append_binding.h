@@ -7,7 +7,8 @@ namespace flashinfer {
 
 // Rows of a cache from column `offset` on; dimension 1 or 2 holds the slots, the other one (if any)
 // the heads.
-inline RopeRows cache_rows(RopeAlignment& alignment, const ffi::Tensor& cache, bool is_hnd, int64_t offset) {
+inline RopeRows cache_rows(RopeAlignment& alignment, const ffi::Tensor& cache, bool is_hnd,
+                           int64_t offset) {
   const ffi::CacheAxes axes = ffi::cache_axes(is_hnd);
   const bool has_heads = cache.ndim() == 4;
   RopeRows rows;
@@ -49,7 +50,8 @@ inline int64_t check_pages(const ffi::Tensor& cache, int axis, int64_t page_size
   return cache.dim(0);
 }
 
-inline void check_written(std::initializer_list<ffi::Tensor> written, std::initializer_list<ffi::Tensor> read) {
+inline void check_written(std::initializer_list<ffi::Tensor> written,
+                          std::initializer_list<ffi::Tensor> read) {
   for (const ffi::Tensor& out : written) {
     if (!out) continue;
     for (const ffi::Tensor& in : read) {

@@ -5,7 +5,7 @@
 //
 //   caches   of K and V
 //   pages    (kv_indices, kv_indptr, batch_indices, positions, page_size)
-//   options  (is_hnd, quant_scale_k, quant_scale_v); the factors are those of 8-bit caches
+//   options  (is_hnd, quant_scale_k, quant_scale_v)
 //
 // A weight that is None stands for no norm.
 #include "rope_append_binding.h"
@@ -89,14 +89,14 @@ FLASHINFER_FFI_EXPORT(rope_append, args) {
 
   RopeAlignment alignment;
   for (const ffi::Tensor& tensor : {q, k, v}) check_rows(tensor, q);
-  const int64_t num_tokens = q.dim(0), rope_dim = check_cos_sin_cache(params, alignment, cos_sin_cache);
+  const int64_t num_tokens = q.dim(0),
+                rope_dim = check_cos_sin_cache(params, alignment, cos_sin_cache);
   ffi::check_no_broadcast(q);
   ffi::check_shape(v, {num_tokens, k.dim(1), v.dim(2)});
   check_positions(params, pos_ids, num_tokens);
   params.num_tokens = static_cast<uint32_t>(num_tokens);
   ffi::check_ndim(caches[0], 4, 4);
-  const int64_t num_pages =
-      check_pages(caches[0], ffi::cache_axes(is_hnd).slot, pages.page_size);
+  const int64_t num_pages = check_pages(caches[0], ffi::cache_axes(is_hnd).slot, pages.page_size);
   const int64_t heads = k.dim(1);
   const int64_t inner[2] = {is_hnd ? heads : pages.page_size, is_hnd ? pages.page_size : heads};
   check_cache(caches[0], {num_pages, inner[0], inner[1], rope_dim});

@@ -84,7 +84,7 @@ def rope_append_paged_kv_cache(
     is_neox : bool
         Pairs are ``(j, j + head_dim / 2)``; False: ``(2 j, 2 j + 1)``.
     quant_scale_k, quant_scale_v : float
-        Factors of what an 8-bit cache gets; no others are multiplied. Positive, finite.
+        Factors of the keys and values that the cache gets. Positive, finite.
     page_size : int
         Slots of a page, as in the caches.
     kv_layout : str

@@ -1,4 +1,4 @@
-"""Rotary embeddings on their way to a paged cache: random dtypes, strides, norms and page tables."""
+"""Rotary embeddings on their way to a paged cache: random dtypes, strides, norms and pages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def has_norms(self) -> bool:
-        """Whether heads may have norms: of whole vectors, as many as the lanes of part of a warp."""
+        """Whether heads may have norms: aligned ones of a power of two of vectors."""
         return self.dims[0] in (32, 64, 128, 256) and self.layouts == (Layout(), Layout())
 
 
@@ -144,7 +144,7 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
 def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     kept = case.kept_dtype or case.dtype
     # A norm makes numbers of up to the root of the size, its weights three times that.
-    magnitude = 64.0 * (max(1.0, *case.scales) if case.kept_dtype else 1.0)
+    magnitude = 64.0 * max(1.0, *case.scales)
     return CheckOptions(bound=error_bound(kept, 8, magnitude=magnitude), check_bias=False)
 
 

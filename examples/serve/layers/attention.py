@@ -242,9 +242,10 @@ class Attention(Body):
         batch: Batch,
         cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Keys and values to their pages; queries with their norm and position, perhaps in place."""
+        """Keys and values to their pages; queries with norm and position, perhaps in place."""
         slots = batch.kv_indices, batch.kv_indptr
         if self.rope is not None and self._is_fused:
+            rounds = cache.dtype != q.dtype
             weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
             kernels.rope.rope_append_paged_kv_cache(
                 *(q, k, v),
@@ -257,8 +258,8 @@ class Attention(Body):
                 *weights,
                 self._norms[0].eps if self._norms else 0.0,
                 is_neox=self.rope.halves,
-                quant_scale_k=1 / self.k_scale,
-                quant_scale_v=1 / self.v_scale,
+                quant_scale_k=1 / self.k_scale if rounds else 1.0,
+                quant_scale_v=1 / self.v_scale if rounds else 1.0,
                 page_size=cache.shape[2],
             )
             return q

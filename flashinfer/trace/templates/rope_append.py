@@ -27,11 +27,10 @@ def _normalized(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tor
 
 
 def _cached(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """As the cache has it."""
-    if dtype.itemsize > 1:
-        return x.double()
+    """x * scale, limited to the finite range of an 8-bit dtype."""
+    scaled = x.double() * scale
     limit = torch.finfo(dtype).max
-    return (x.double() * scale).clamp(-limit, limit)
+    return scaled.clamp(-limit, limit) if dtype.itemsize == 1 else scaled
 
 
 def _reference(
@@ -161,8 +160,8 @@ def _template(suffix: str, kv_layout: str) -> TraceTemplate:
             "q_weight": _weight("q"),
             "k_weight": _weight("k"),
             "eps": Scalar(minimum=0, description="Added to the mean of the squares."),
-            "quant_scale_k": Scalar(above=0, description="Factor of keys in an 8-bit cache."),
-            "quant_scale_v": Scalar(above=0, description="Factor of values in an 8-bit cache."),
+            "quant_scale_k": Scalar(above=0, description="Factor of keys in the cache."),
+            "quant_scale_v": Scalar(above=0, description="Factor of values in the cache."),
         },
         outputs={
             "q_out": _heads("qo", "head_dim", param="q", dtype_from="q"),

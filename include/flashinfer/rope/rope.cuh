@@ -38,6 +38,7 @@ struct RopeTraits {
   static constexpr bool kAppend = kAppend_;
   static constexpr bool kKeepsRows = kKeepsRows_;
   using TRow = std::conditional_t<kKeepsRows, T, TOut>;  // of what stays out of the cache
+  static constexpr bool kScaleCache = kKeepsRows || dtype::kIsFloat8<TOut>;
   using Params = std::conditional_t<kComputed, ComputedRopeParams, RopeParams>;
 };
 
@@ -201,7 +202,7 @@ __device__ __forceinline__ void normalize_head(float (&a)[kVecSize], float (&b)[
 }
 
 // The thread's two vectors of each of its heads, to its rows of type TOut.
-template <typename TOut, int kVecSize, int kHeads>
+template <bool kScale, typename TOut, int kVecSize, int kHeads>
 __device__ __forceinline__ void store_heads(TOut* out, const RopeSegment& segment,
                                             const RopeUnit& unit, uint32_t num_heads,
                                             const float (&a)[kHeads][kVecSize],
@@ -214,7 +215,7 @@ __device__ __forceinline__ void store_heads(TOut* out, const RopeSegment& segmen
     for (int j = 0; j < kVecSize; ++j) {
       y_a[j] = a[h][j];
       y_b[j] = b[h][j];
-      if constexpr (dtype::kIsFloat8<TOut>) {
+      if constexpr (kScale) {
         y_a[j] *= segment.scale;
         y_b[j] *= segment.scale;
       }
@@ -360,13 +361,14 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
       if (!slot.exists) return;
       auto* out = detail::rope_row<typename Traits::TOut>(segment.out, slot.slot, head) +
                   slot.page * segment.out.stride_page;
-      detail::store_heads(out, segment, unit, num_heads, y_a, y_b);
+      detail::store_heads<Traits::kScaleCache>(out, segment, unit, num_heads, y_a, y_b);
       return;
     }
   }
   if (is_long) ptx::grid_launch_dependents();
   auto* out = detail::rope_row<typename Traits::TRow>(segment.out, token, head);
-  detail::store_heads(out, segment, unit, num_heads, y_a, y_b);
+  detail::store_heads<dtype::kIsFloat8<typename Traits::TRow>>(out, segment, unit, num_heads, y_a,
+                                                               y_b);
 }
 
 #ifndef __CUDACC_RTC__
