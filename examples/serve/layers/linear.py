@@ -13,6 +13,8 @@ import torch
 from .. import kernels
 
 FP8_MAX = 448.0
+FEW_ROWS = 8
+"""Rows up to which one kernel of the package multiplies them with weights of 16 bits."""
 BLOCK = 128
 """Elements along a side of what shares a scale."""
 
@@ -51,7 +53,8 @@ class Linear:
     """Weights of 16 bits.
 
     The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: for few rows
-    cuBLAS has faster kernels for these (docs/tuning/serving_step.md).
+    cuBLAS has faster kernels for these, and for very few the package has one that loads weights
+    before the kernel before ends (docs/tuning/serving_step.md).
     """
 
     weight: torch.Tensor
@@ -62,9 +65,22 @@ class Linear:
         return len(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= FEW_ROWS and self._is_ready:
+            product = kernels.gemm.mm_bf16
+            return product(x.contiguous(), self.weight, self.bias, pdl=True, **_ready(product))
         if self.bias is None:
             return x @ self.weight
         return torch.addmm(self.bias, x, self.weight)
+
+    @functools.cached_property
+    def _is_ready(self) -> bool:
+        """Whether the package multiplies few rows with such weights."""
+        return (
+            is_hopper(self.weight.device)
+            and self.weight.dtype == torch.bfloat16
+            and all(size % 8 == 0 for size in self.weight.shape)
+            and bool(_ready(kernels.gemm.mm_bf16))
+        )
 
 
 @functools.cache

@@ -300,6 +300,7 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
       weight_b.load(static_cast<const T*>(segment.norm_weight) + unit.second);
     }
   }
+  PageSlot slot{0, 0, false};
   detail::Rotation<kVecSize> rotation;
   uint32_t first_token = 0;  // first token of the warp
   float2* table = rotations + threadIdx.x / 32 * params.rotations_per_warp;
@@ -330,11 +331,16 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
       }
     }
   } else {
+    // Rows are kept in steps of few tokens, which wait for chains of loads: the longest one first.
+    if constexpr (Traits::kKeepsRows) {
+      load();
+      if (segment.appends) slot = find_slot(params.table, token);
+    }
     if (segment.rotates) {
       detail::load_rotation<typename Traits::TCache>(
           params, detail::rope_position(params, token, 0), unit, rotation);
     }
-    load();
+    if constexpr (!Traits::kKeepsRows) load();
   }
   float y_a[kHeads][kVecSize], y_b[kHeads][kVecSize];
 #pragma unroll
@@ -356,7 +362,7 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
   const uint32_t num_heads = segment.num_heads - head;
   if constexpr (Traits::kAppend) {
     if (segment.appends) {
-      const PageSlot slot = find_slot(params.table, token);
+      if constexpr (!Traits::kKeepsRows) slot = find_slot(params.table, token);
       if (is_long) ptx::grid_launch_dependents();
       if (!slot.exists) return;
       auto* out = detail::rope_row<typename Traits::TOut>(segment.out, slot.slot, head) +

@@ -1,0 +1,18 @@
+#include "few_rows.h"
+
+#include <flashinfer/gemm/few_rows.cuh>
+
+namespace flashinfer {
+
+#ifndef __CUDACC_RTC__
+
+cudaError_t few_rows(const FewRowsParams& params, uint32_t splits, bool enable_pdl,
+                     cudaStream_t stream) {
+  using Traits =
+      FewRowsTraits<dtype::FLASHINFER_CFG_DTYPE, FLASHINFER_CFG_ROWS, FLASHINFER_CFG_COLUMNS>;
+  return launch_few_rows<Traits>(params, splits, enable_pdl, stream);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

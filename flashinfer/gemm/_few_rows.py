@@ -1,0 +1,40 @@
+"""Products of few rows with weights ``[k, n]``, which one kernel reads once."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._common.arch import get_device_sm_count
+from .._common.kernels import Kernel
+from ..jit.few_rows import COLUMNS, ROWS, FewRowsConfig, gen_few_rows_module
+
+MOST_ROWS = ROWS[-1]
+_MOST_SPLITS = 8
+_LEAST_PART = 128  # rows of b of a CTA
+_MOST_BYTES = 64 << 10  # of the rows of `a` that a CTA keeps
+
+
+def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the kernel multiplies these: few rows, and rows of `b` that are contiguous."""
+    return a.ndim == 2 and b.ndim == 2 and len(a) <= MOST_ROWS and b.stride(1) == 1 != b.stride(0)
+
+
+@functools.lru_cache(maxsize=4096)
+def few_rows_kernel(device: torch.device, m: int, n: int, k: int) -> tuple[Kernel, int]:
+    """The kernel for a product, and how many CTAs divide k.
+
+    All CTAs run at once, two of an SM. docs/tuning/serving_step.md has the measurements.
+    """
+    rows = next(size for size in ROWS if m <= size)
+    most = 2 * get_device_sm_count(device)
+    columns = next((size for size in COLUMNS if -(-n // size) <= most), COLUMNS[-1])
+    splits = 1
+    while 2 * splits <= _MOST_SPLITS and (
+        (-(-n // columns) * 2 * splits <= most and k >= 2 * splits * _LEAST_PART)
+        or -(-k // splits) * 2 * rows > _MOST_BYTES
+    ):
+        splits *= 2
+    module = gen_few_rows_module(FewRowsConfig(torch.bfloat16, rows, columns)).build_and_load()
+    return module.few_rows, splits
