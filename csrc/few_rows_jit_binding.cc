@@ -50,6 +50,9 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
     ffi::check_dtype(bias, kDtype);
     ffi::check_shape(bias, {n});
     ffi::check_last_dim_contiguous(bias);
+    if (!ffi::is_aligned(bias, 4)) {
+      ffi::raise("ValueError", "`bias` must be aligned to 4 bytes");
+    }
   }
   for (const ffi::Tensor& in : {a, b, bias}) {
     if (in) ffi::check_disjoint(out, in);

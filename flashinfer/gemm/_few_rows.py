@@ -11,6 +11,7 @@ from .._common.kernels import Kernel
 from ..jit.few_rows import COLUMNS, ROWS, FewRowsConfig, gen_few_rows_module
 
 MOST_ROWS = ROWS[-1]
+_MOST_K = 1 << 15
 _MOST_SPLITS = 8
 _LEAST_PART = 128  # rows of b of a CTA
 _MOST_BYTES = 64 << 10  # of the rows of `a` that a CTA keeps
@@ -18,7 +19,9 @@ _MOST_BYTES = 64 << 10  # of the rows of `a` that a CTA keeps
 
 def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the kernel multiplies these: few rows, and rows of `b` that are contiguous."""
-    return a.ndim == 2 and b.ndim == 2 and len(a) <= MOST_ROWS and b.stride(1) == 1 != b.stride(0)
+    if a.ndim != 2 or b.ndim != 2 or b.stride(1) != 1 or b.stride(0) == 1:
+        return False
+    return len(a) <= MOST_ROWS and len(b) <= _MOST_K
 
 
 @functools.lru_cache(maxsize=4096)

@@ -149,8 +149,8 @@ def mm_bf16(
         ``[m, k]``, bfloat16, rows contiguous, on a GPU. k is a multiple of 8.
     b : torch.Tensor
         ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``. With up to 8 rows
-        of `a` on Hopper, and bfloat16 results, rows may be contiguous instead, if n is a multiple
-        of 8 and they begin at multiples of 16 bytes.
+        of `a` on Hopper, k up to 32768 and bfloat16 results, rows may be contiguous instead, if n
+        is a multiple of 8 and they begin at multiples of 16 bytes.
     bias : torch.Tensor, optional
         ``[n]``, of `out_dtype`: added to every row.
     pdl : bool

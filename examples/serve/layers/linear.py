@@ -78,7 +78,7 @@ class Linear:
         return (
             is_hopper(self.weight.device)
             and self.weight.dtype == torch.bfloat16
-            and all(size % 8 == 0 for size in self.weight.shape)
+            and all(size % 8 == 0 and size <= 1 << 15 for size in self.weight.shape)
             and bool(_ready(kernels.gemm.mm_bf16))
         )
 

@@ -27,7 +27,7 @@ struct FewRowsTraits {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kLoads = kRows <= 4 ? 8 : 6;
-  static constexpr int kWide = 8;                  // columns of a thread
+  static constexpr int kWide = 8;                   // columns of a thread
   static constexpr int kAcross = kColumns / kWide;  // threads side by side
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   // Rows of b that are there, and are this thread's: none beyond the last column.
   const uint32_t there = begin < params.k ? min(params.part, params.k - begin) : 0;
   const uint32_t rows_left = column < params.n ? there : 0;
-  const T* weights =
-      static_cast<const T*>(params.b) + (begin + own_row) * params.b_stride + column;
+  const T* weights = static_cast<const T*>(params.b) + (begin + own_row) * params.b_stride + column;
   const int64_t step = Traits::kStep * params.b_stride;
 
   Vector<T, kWide> loaded[kLoads];
