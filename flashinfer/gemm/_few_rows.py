@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -17,8 +18,10 @@ _LEAST_PART = 128  # rows of b of a CTA
 _MOST_BYTES = 64 << 10  # of the rows of `a` that a CTA keeps
 
 
-def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
+def takes(a: Any, b: Any) -> bool:
     """Whether the kernel multiplies these: few rows, and rows of `b` that are contiguous."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda):
+        return False
     if a.ndim != 2 or b.ndim != 2 or b.stride(1) != 1 or b.stride(0) == 1:
         return False
     return len(a) <= MOST_ROWS and len(b) <= _MOST_K

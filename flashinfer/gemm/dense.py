@@ -186,9 +186,8 @@ def mm_bf16(
     torch.Size([16, 6144])
     """
     layout = TRANSPOSED_B | (STARTS_EARLY if check_flag("weight_ready", weight_ready) else 0)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and takes(a, b):
-        if backend != "cublaslt" and out_dtype == torch.bfloat16 and a.is_cuda:
-            return _few_rows(a, b, bias, pdl, out, backend, weight_ready)
+    if backend != "cublaslt" and out_dtype == torch.bfloat16 and takes(a, b):
+        return _few_rows(a, b, bias, pdl, out, backend, weight_ready)
     return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend, layout)
 
 

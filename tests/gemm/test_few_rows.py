@@ -52,7 +52,7 @@ def test_infinite_weights_stay_where_they_are(device: torch.device) -> None:
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_reads_what_the_kernel_before_wrote(m: int, device: torch.device) -> None:
-    """Weights may be loaded before a norm ends, its result not; the next kernel reads the product."""
+    """Weights may be loaded before a norm ends, but not its result."""
     x = torch.randn(m, 4096, device=device).to(BF16)
     b, gain = torch.randn(4096, 4096, device=device).to(BF16), torch.rand(4096, device=device)
     gain = gain.to(BF16)
