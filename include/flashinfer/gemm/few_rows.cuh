@@ -35,7 +35,7 @@ struct FewRowsTraits {
   static constexpr int kCtas = kRows <= 2 ? 3 : 2;  // of an SM
 };
 
-// The sums of warps and CTA come first, behind them lies the part of `a`: [filled][kRows].
+// For the sums of warps and CTA, and for the part of `a`, [filled][kRows].
 template <typename Traits>
 inline constexpr uint32_t few_rows_shared_bytes(uint32_t filled) {
   return filled * Traits::kRows * sizeof(typename Traits::T) +
