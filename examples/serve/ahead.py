@@ -34,7 +34,7 @@ SAMPLING = (
 # Rows of a step that select a kernel of products, beside single ones: of a short and a long prompt,
 # and those between, which the first token does without.
 FIRST_ROWS = (128, 1000)
-ROWS = (2, 4, 8, 16, 32, 64, *FIRST_ROWS)
+ROWS = (16, 32, 64, *FIRST_ROWS)
 _THREADS = 32  # they wait for compilers
 _WORKSPACE_BYTES = 32 << 20
 

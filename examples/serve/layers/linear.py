@@ -13,8 +13,6 @@ import torch
 from .. import kernels
 
 FP8_MAX = 448.0
-FEW_ROWS = 8
-"""Rows up to which one kernel of the package multiplies them with weights of 16 bits."""
 BLOCK = 128
 """Elements along a side of what shares a scale."""
 
@@ -53,8 +51,8 @@ class Linear:
     """Weights of 16 bits.
 
     The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: for few rows
-    cuBLAS has faster kernels for these, and for very few the package has one that loads weights
-    before the kernel before ends (docs/tuning/serving_step.md).
+    cuBLAS has faster kernels for these, and for one the package has a kernel that loads
+    weights before the kernel before ends (docs/tuning/serving_step.md).
     """
 
     weight: torch.Tensor
@@ -65,7 +63,7 @@ class Linear:
         return len(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) <= FEW_ROWS and self._is_ready:
+        if len(x) == 1 and self._is_ready:
             product = kernels.gemm.mm_bf16
             return product(x.contiguous(), self.weight, self.bias, pdl=True, **_ready(product))
         if self.bias is None:
@@ -74,7 +72,7 @@ class Linear:
 
     @functools.cached_property
     def _is_ready(self) -> bool:
-        """Whether the package multiplies few rows with such weights."""
+        """Whether the package multiplies a row with such weights."""
         return (
             is_hopper(self.weight.device)
             and self.weight.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-// A product of up to eight rows with weights [k, n] that are read once: out = a b + bias.
+// A row times weights [k, n] that are read once: out = a b + bias.
 //
 // A CTA has kColumns columns and a part of k, which the CTAs of a cluster divide. A thread has
 // eight columns and every so many rows of b; it multiplies 16 bytes at a time in float, while the
@@ -13,44 +13,42 @@
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
-#include <flashinfer/gemm/few_rows_params.h>
+#include <flashinfer/gemm/one_row_params.h>
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
 namespace flashinfer {
 
-template <typename T_, int kRows_, int kColumns_>
-struct FewRowsTraits {
+template <typename T_, int kColumns_>
+struct OneRowTraits {
   using T = T_;
-  static constexpr int kRows = kRows_;        // sums of a column: 1, 2, 4 or 8
   static constexpr int kColumns = kColumns_;  // 64 or 128
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kLoads = kRows <= 4 ? 8 : 6;
+  static constexpr int kLoads = 8;
   static constexpr int kWide = 8;                   // columns of a thread
   static constexpr int kAcross = kColumns / kWide;  // threads side by side
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
-  static constexpr int kSums = kRows * kColumns;
-  static constexpr int kCtas = kRows <= 2 ? 3 : 2;  // of an SM
+  static constexpr int kCtas = 3;                   // of an SM
 };
 
-// For the sums of warps and CTA, and for the part of `a`, [filled][kRows].
+// For the sums of warps and CTA, and for the part of `a`.
 template <typename Traits>
-inline constexpr uint32_t few_rows_shared_bytes(uint32_t filled) {
-  return filled * Traits::kRows * sizeof(typename Traits::T) +
-         (Traits::kWarps + 1) * Traits::kSums * sizeof(float);
+inline constexpr uint32_t one_row_shared_bytes(uint32_t filled) {
+  return filled * sizeof(typename Traits::T) +
+         (Traits::kWarps + 1) * Traits::kColumns * sizeof(float);
 }
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
-    few_rows_kernel(const __grid_constant__ FewRowsParams params) {
+    one_row_kernel(const __grid_constant__ OneRowParams params) {
   using T = typename Traits::T;
-  constexpr int kRows = Traits::kRows, kWide = Traits::kWide, kLoads = Traits::kLoads;
-  extern __shared__ __align__(16) char shared[];
-  float* warp_sums = reinterpret_cast<float*>(shared);  // [kWarps][kRows][kColumns]
-  float* sums = warp_sums + Traits::kWarps * Traits::kSums;
-  T* rows = reinterpret_cast<T*>(sums + Traits::kSums);  // [filled][kRows]
+  constexpr int kWide = Traits::kWide, kLoads = Traits::kLoads;
+  extern __shared__ __align__(128) char shared[];
+  float* warp_sums = reinterpret_cast<float*>(shared);  // [kWarps][kColumns]
+  float* sums = warp_sums + Traits::kWarps * Traits::kColumns;
+  T* part = reinterpret_cast<T*>(sums + Traits::kColumns);  // [filled]
 
   const uint32_t splits = ptx::cluster_size(), rank = ptx::cluster_rank();
   const uint32_t first_column = blockIdx.x / splits * Traits::kColumns;
@@ -73,70 +71,51 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   if (params.weight_ready) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
 
-  // Rows of `a` side by side, 8 elements of a thread; what is beyond m and the part is zero.
-  for (uint32_t i = threadIdx.x; i < kRows * params.filled / kWide; i += Traits::kThreads) {
-    const uint32_t r = i % kRows, at = i / kRows * kWide;
+  // What is beyond the part is zero.
+  for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
     Vector<T, kWide> x;
-    if (r < params.m && at < there) {
-      x.load(static_cast<const T*>(params.a) + r * params.a_stride + begin + at);
-    } else {
-      x.clear();
-    }
-    if constexpr (kRows == 1) {
-      x.store(rows + at);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kWide; ++e) rows[(at + e) * kRows + r] = x.elements[e];
-    }
+    x.clear();
+    if (at < there) x.load(static_cast<const T*>(params.a) + begin + at);
+    x.store(part + at);
   }
   __syncthreads();
 
-  float total[kRows][kWide] = {};
+  float total[kWide] = {};
   for (uint32_t row = own_row; row < params.part; row += Traits::kChunk) {
     weights += kLoads * step;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      float w[kWide], x[kRows];
+      float w[kWide];
       loaded[i].to_floats(w);
-      Vector<T, kRows> a;
-      a.load(rows + (row + i * Traits::kStep) * kRows);
-      a.to_floats(x);
+      Vector<T, 1> x;
+      x.load(part + row + i * Traits::kStep);
       if (row + i * Traits::kStep + Traits::kChunk < rows_left) {
         loaded[i].load_streaming(weights + i * step);
       } else {
         loaded[i].clear();
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int e = 0; e < kWide; ++e) total[r][e] = fmaf(x[r], w[e], total[r][e]);
-      }
+      for (int e = 0; e < kWide; ++e) total[e] = fmaf(x[0], w[e], total[e]);
     }
   }
 
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int e = 0; e < kWide; ++e) {
 #pragma unroll
-    for (int e = 0; e < kWide; ++e) {
-#pragma unroll
-      for (int lane = Traits::kAcross; lane < 32; lane *= 2) {
-        total[r][e] += __shfl_xor_sync(~0u, total[r][e], lane);
-      }
+    for (int lane = Traits::kAcross; lane < 32; lane *= 2) {
+      total[e] += __shfl_xor_sync(~0u, total[e], lane);
     }
   }
   if (threadIdx.x % 32 < Traits::kAcross) {
-    float* mine = warp_sums + threadIdx.x / 32 * Traits::kSums + column - first_column;
+    float* mine = warp_sums + threadIdx.x / 32 * Traits::kColumns + column - first_column;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int e = 0; e < kWide; ++e) mine[r * Traits::kColumns + e] = total[r][e];
-    }
+    for (int e = 0; e < kWide; ++e) mine[e] = total[e];
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < Traits::kSums; i += Traits::kThreads) {
+  for (int i = threadIdx.x; i < Traits::kColumns; i += Traits::kThreads) {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < Traits::kWarps; ++w) sum += warp_sums[w * Traits::kSums + i];
+    for (int w = 0; w < Traits::kWarps; ++w) sum += warp_sums[w * Traits::kColumns + i];
     sums[i] = sum;
   }
   if (splits > 1) {
@@ -146,7 +125,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     __syncthreads();
   }
   // Pairs of columns; each CTA of the cluster has its share of them.
-  const uint32_t pairs = Traits::kSums / 2 / splits;
+  const uint32_t pairs = Traits::kColumns / 2 / splits;
   for (uint32_t i = threadIdx.x; i < pairs; i += Traits::kThreads) {
     const uint32_t at = 2 * (rank * pairs + i);
     float y[2] = {};
@@ -155,8 +134,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
       y[0] += __uint_as_float(static_cast<uint32_t>(both));
       y[1] += __uint_as_float(static_cast<uint32_t>(both >> 32));
     }
-    const uint32_t r = at / Traits::kColumns, c = first_column + at % Traits::kColumns;
-    if (r >= params.m || c >= params.n) continue;
+    const uint32_t c = first_column + at;
+    if (c >= params.n) continue;
     if (params.bias != nullptr) {
       Vector<T, 2> bias;
       bias.load(static_cast<const T*>(params.bias) + c);
@@ -165,7 +144,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     }
     Vector<T, 2> result;
     result.from_floats(y);
-    result.store(static_cast<T*>(params.out) + r * params.out_stride + c);
+    result.store(static_cast<T*>(params.out) + c);
   }
   if (splits > 1) {  // the others may still read this CTA's sums
     ptx::cluster_arrive();
@@ -176,16 +155,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 #ifndef __CUDACC_RTC__
 
 // n and k are multiples of 8, rows begin at multiples of 16 bytes; `splits` is a power of two up to
-// 8. cudaErrorInvalidValue if a part of `a` exceeds the shared memory.
+// 8. cudaErrorInvalidValue if the part of `a` exceeds the shared memory.
 template <typename Traits>
-inline cudaError_t launch_few_rows(FewRowsParams params, uint32_t splits, bool enable_pdl,
-                                   cudaStream_t stream) {
+inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool enable_pdl,
+                                  cudaStream_t stream) {
   constexpr uint32_t kMostBytes = 113 << 10;  // of two CTAs on an SM
   params.part = ceil_div<uint32_t>(params.k, Traits::kStep * splits) * Traits::kStep;
   params.filled = ceil_div<uint32_t>(params.part, Traits::kChunk) * Traits::kChunk;
-  const uint32_t bytes = few_rows_shared_bytes<Traits>(params.filled);
+  const uint32_t bytes = one_row_shared_bytes<Traits>(params.filled);
   if (bytes > kMostBytes) return cudaErrorInvalidValue;
-  const auto kernel = few_rows_kernel<Traits>;
+  const auto kernel = one_row_kernel<Traits>;
   const cudaError_t error = cudaFuncSetAttribute(
       reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;

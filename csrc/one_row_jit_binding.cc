@@ -1,7 +1,7 @@
-//   few_rows(out, a, b, bias, splits, enable_pdl, weight_ready)
+//   one_row(out, a, b, bias, splits, enable_pdl, weight_ready)
 //
-// out = a b + bias for up to eight rows, with `b` [k, n] whose rows are contiguous.
-#include "few_rows.h"
+// out = a b + bias, with one row of `a`, and `b` [k, n] whose rows are contiguous.
+#include "one_row.h"
 
 #include "ffi.h"
 #include "index_binding.h"
@@ -12,7 +12,6 @@ namespace {
 using ffi::Tensor;
 
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
-constexpr int64_t kMostRows = FLASHINFER_CFG_ROWS;
 
 void check_rows(const Tensor& tensor) {
   ffi::check_dtype(tensor, kDtype);
@@ -29,7 +28,7 @@ void check_rows(const Tensor& tensor) {
 }  // namespace
 }  // namespace flashinfer
 
-FLASHINFER_FFI_EXPORT(few_rows, args) {
+FLASHINFER_FFI_EXPORT(one_row, args) {
   using namespace flashinfer;
   const ffi::Tensor out = args.tensor("out"), a = args.tensor("a"), b = args.tensor("b");
   const ffi::Tensor bias = args.optional_tensor("bias");
@@ -39,13 +38,12 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
   args.all_taken();
 
   for (const ffi::Tensor& tensor : {a, b, out}) check_rows(tensor);
-  const int64_t m = a.dim(0), k = a.dim(1), n = b.dim(1);
-  ffi::check_count(a, "rows", m, 0, kMostRows);
+  const int64_t k = a.dim(1), n = b.dim(1);
+  ffi::check_count(a, "rows", a.dim(0), 1, 1);
   ffi::check_count(a, "columns", k);
   ffi::check_count(b, "columns", n);
   ffi::check_shape(b, {k, n});
-  ffi::check_shape(out, {m, n});
-  ffi::check_no_broadcast(out);
+  ffi::check_shape(out, {1, n});
   if (bias) {
     ffi::check_dtype(bias, kDtype);
     ffi::check_shape(bias, {n});
@@ -61,20 +59,17 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
   for (const ffi::Tensor& tensor : {b, out, bias}) {
     if (tensor) ffi::check_same_device(tensor, a);
   }
-  if (m == 0 || n == 0) return;
-  FewRowsParams params = {};
+  if (n == 0) return;
+  OneRowParams params = {};
   params.a = a.data();
-  params.a_stride = a.stride(0);
   params.b = b.data();
   params.b_stride = b.stride(0);
   params.bias = bias ? bias.data() : nullptr;
   params.out = out.data();
-  params.out_stride = out.stride(0);
-  params.m = static_cast<uint32_t>(m);
   params.n = static_cast<uint32_t>(n);
   params.k = static_cast<uint32_t>(k);
   params.weight_ready = weight_ready;
   const ffi::DeviceGuard guard(a);
   ffi::check_launch(
-      few_rows(params, static_cast<uint32_t>(splits), enable_pdl, ffi::current_stream(a)));
+      one_row(params, static_cast<uint32_t>(splits), enable_pdl, ffi::current_stream(a)));
 }
