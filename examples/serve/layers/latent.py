@@ -229,7 +229,7 @@ class LatentAttention(Body):
         if self.query is not None and self.query_norm is not None:
             q = self._queries(self.query, self.query_norm, q)
         q = q.view(len(x), spec.heads, spec.own + spec.rotary)
-        own, turning = q.split([spec.own, spec.rotary], -1)
+        own, turning = q[..., : spec.own], q[..., spec.own :].contiguous()
         turned = turned.contiguous()
         self.rope(batch.rotations, turning, turned[:, None], spec.rotary)
         self._append(self.latent_norm(latent.contiguous()), turned, batch, cache)
@@ -282,15 +282,13 @@ class LatentAttention(Body):
     ) -> torch.Tensor:
         """Attention of queries, whose rotary columns are `turning`, to what the cache has."""
         spec, wrappers = self.spec, batch.attention[self.spec]
-        rest = cache.split([spec.latent, spec.rotary], -1)
-        if wrappers.prompts is None:
-            return self._absorbed(own, turning, wrappers.absorbed, *rest)
         out = own.new_empty(len(own), spec.heads, spec.values)
         if (rows := wrappers.decoding) is not None:
+            rest = cache.split([spec.latent, spec.rotary], -1)
             out[rows] = self._absorbed(own[rows], turning[rows], wrappers.absorbed, *rest)
-        keys = cache.flatten(0, 1)[wrappers.keys]
-        rows = wrappers.prompts
-        out[rows] = self._expanded(own[rows], turning[rows], wrappers, keys)
+        if (rows := wrappers.prompts) is not None:
+            keys = cache.flatten(0, 1)[wrappers.keys]
+            out[rows] = self._expanded(own[rows], turning[rows], wrappers, keys)
         return out
 
     def _absorbed(
