@@ -249,6 +249,7 @@ template <typename Traits, int kVecSize, int kHeads>
 __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
     rope_kernel(const __grid_constant__ typename Traits::Params params) {
   using T = typename Traits::T;
+  static_assert(!Traits::kKeepsRows || (Traits::kAppend && !Traits::kComputed));
   constexpr int kThreads = kRopeThreads<Traits, kHeads>;
   extern __shared__ float2 rotations[];
   int which = 0;
