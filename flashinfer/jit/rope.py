@@ -39,7 +39,9 @@ class RopeConfig(ModuleConfig):
             check_dtype("quantize_dtype", self.out_dtype, FLOAT8)
         check_dtype("cos_sin_cache", self.cache_dtype, FLOAT)
         if self.keeps_rows and (self.computed or not self.append):
-            raise ValueError("`keeps_rows` must be False unless K and V are appended by cached angles")
+            raise ValueError(
+                "`keeps_rows` must be False unless K and V are appended by cached angles"
+            )
 
 
 def _appending(dtype: torch.dtype, cached: torch.dtype, interleave: bool = False) -> RopeConfig:
