@@ -10,7 +10,7 @@
 //   pages   (kv_indices, kv_indptr, batch_indices, positions, page_size)
 //
 // A nope tensor that is None stands for one without columns.
-#include "rope_binding.h"
+#include "rope_append_binding.h"
 
 namespace flashinfer {
 namespace {
@@ -108,25 +108,6 @@ RopeRows output_rows(RopeAlignment& alignment, const Tensor& out, const Tensor& 
   return rope_rows(out);
 }
 
-void check_written(std::initializer_list<Tensor> written, std::initializer_list<Tensor> read) {
-  for (const Tensor& out : written) {
-    if (!out) continue;
-    for (const Tensor& in : read) {
-      if (in) ffi::check_disjoint(out, in);
-    }
-    for (const Tensor& other : written) {
-      if (other && other.dl != out.dl) ffi::check_disjoint(out, other);
-    }
-  }
-}
-
-void check_devices(const Tensor& on, std::initializer_list<Tensor> tensors) {
-  ffi::check_cuda(on);
-  for (const Tensor& tensor : tensors) {
-    if (tensor) ffi::check_same_device(tensor, on);
-  }
-}
-
 }  // namespace
 }  // namespace flashinfer
 
@@ -170,50 +151,6 @@ FLASHINFER_FFI_EXPORT(rope_quantize, args) {
 
 namespace flashinfer {
 namespace {
-
-// Rows of a cache from column `offset` on; dimension 1 or 2 holds the slots, the other one (if any)
-// the heads.
-RopeRows cache_rows(RopeAlignment& alignment, const Tensor& cache, bool is_hnd, int64_t offset) {
-  const ffi::CacheAxes axes = ffi::cache_axes(is_hnd);
-  const bool has_heads = cache.ndim() == 4;
-  RopeRows rows;
-  rows.data = static_cast<char*>(cache.data()) + offset * cache.itemsize();
-  rows.stride_page = cache.stride(0);
-  rows.stride_token = cache.stride(has_heads ? axes.slot : 1);
-  rows.stride_head = has_heads ? cache.stride(axes.head) : 0;
-  alignment.rows(cache, offset);
-  return rows;
-}
-
-void check_cache(const Tensor& cache, std::initializer_list<int64_t> shape) {
-  ffi::check_dtype(cache, kOutDtype);
-  ffi::check_shape(cache, shape);
-  ffi::check_last_dim_contiguous(cache);
-  ffi::check_no_broadcast(cache);
-}
-
-// The arguments that say where tokens go.
-struct Pages {
-  Tensor kv_indices, kv_indptr, batch_indices, positions;
-  int64_t page_size;
-
-  explicit Pages(ffi::Args args)
-      : kv_indices(args.tensor("kv_indices")),
-        kv_indptr(args.tensor("kv_indptr")),
-        batch_indices(args.tensor("batch_indices")),
-        positions(args.tensor("positions")),
-        page_size(args.integer_in("page_size", 1, INT32_MAX)) {}
-};
-
-// `page_size` is an argument, and `axis` of the caches must agree with it.
-int64_t check_pages(const Tensor& cache, int axis, int64_t page_size) {
-  if (page_size != cache.dim(axis)) {
-    ffi::raise("ValueError", "`page_size` must be %lld as in `paged_kv_cache`, got %lld",
-               static_cast<long long>(cache.dim(axis)), static_cast<long long>(page_size));
-  }
-  ffi::check_count(cache, "pages", cache.dim(0));
-  return cache.dim(0);
-}
 
 // Appends K and V of each head.
 void append_heads(RopeParams& params, RopeAlignment& alignment, const Inputs& in, const Tensor& v,

@@ -136,6 +136,21 @@ def _build_append(case: Namespace, device: str) -> Arguments:
     }
 
 
+def _build_turned(case: Namespace, device: str) -> Arguments:
+    """One request, whose pages are in random places; heads have norms."""
+    arguments = _build_append(Namespace(**vars(case), rope_dim=case.head_dim, nope_dim=0), device)
+    dtype = torch_dtype(case.input_dtype)
+    q, k = (arguments.pop(f"{name}_rope") for name in ("q", "k"))
+    del arguments["q_nope"], arguments["k_nope"]
+    caches = tuple(cache.to(dtype) for cache in arguments["paged_kv_cache"])
+    weights = {f"{name}_weight": torch.ones_like(q[0, 0]) for name in ("q", "k")}
+    return {**arguments, **weights, "q": q, "k": k, "paged_kv_cache": caches}
+
+
+def _appended_bytes(arguments: Arguments) -> int:
+    return sum(int(arguments[name].nbytes) for name in ("k", "v"))
+
+
 def _quantized_bytes(arguments: Arguments) -> int:
     names = ("q_rope", "k_rope", "q_nope", "k_nope", "v")
     return sum(arguments[name].numel() for name in names if name in arguments)
@@ -192,6 +207,19 @@ for _name, _flags, _build, _more in (
             backends={"cuda": Backend(f"flashinfer.rope:{_name}")},
         )
     )
+
+register(
+    Routine(
+        name="rope_append_paged_kv_cache",
+        api="flashinfer.rope:rope_append_paged_kv_cache",
+        flags=[_TOKENS, *_HEADS, _DTYPE, *_CACHE, _PARTS[2]],
+        build=_build_turned,
+        reads=["q", "k", "v", "cos_sin_cache", "pos_ids", "batch_indices", "positions"],
+        writes=["q"],
+        fresh=_appended_bytes,
+        backends={"cuda": Backend("flashinfer.rope:rope_append_paged_kv_cache")},
+    )
+)
 
 _CHANNELS = ("num_frame_channels", "num_height_channels", "num_width_channels")
 

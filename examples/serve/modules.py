@@ -44,12 +44,7 @@ def modules(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> l
         gen_norm_module(NormConfig(dtype, dtype)),
         gen_norm_module(NormConfig(dtype, dtype, add_residual=True)),
         gen_act_and_mul_module("silu", dtype),
-        gen_rope_module(RopeConfig(dtype, dtype, interleave=False)),
-        # Keys of 8 bits are rotated where they are rounded and appended.
-        *(
-            gen_rope_module(RopeConfig(dtype, kv_dtype, interleave=False, append=True))
-            for _ in range(kv_dtype == torch.float8_e4m3fn and config.num_heads > 1)
-        ),
+        gen_rope_module(RopeConfig(dtype, kv_dtype, False, append=True, keeps_rows=True)),
         gen_page_module(),
         # The chain of sampling.py.
         gen_topk_module(TopKConfig(f32, TopKOutput.VALUES)),

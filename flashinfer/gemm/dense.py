@@ -17,6 +17,7 @@ from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
 from ._choice import GemmProblem
 from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
+from ._one_row import one_row_kernel, takes
 from ._tuning import choose_product, choose_tiles, is_tuning
 
 _HOPPER = (9, 0)
@@ -138,6 +139,7 @@ def mm_bf16(
     backend: Literal[
         "cudnn", "cutlass", "tgv", "cublaslt", "tinygemm", "cutile", "cute-dsl", "auto"
     ] = "cudnn",
+    weight_ready: bool = False,
 ) -> torch.Tensor:
     """``out = a @ b + bias``, summed in float32 and rounded once.
 
@@ -146,7 +148,9 @@ def mm_bf16(
     a : torch.Tensor
         ``[m, k]``, bfloat16, rows contiguous, on a GPU. k is a multiple of 8.
     b : torch.Tensor
-        ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``.
+        ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``. With one
+        row of `a` on Hopper, k up to 32768 and bfloat16 results, rows may be contiguous instead,
+        if n is a multiple of 8 and they begin at multiples of 16 bytes.
     bias : torch.Tensor, optional
         ``[n]``, of `out_dtype`: added to every row.
     pdl : bool
@@ -160,6 +164,9 @@ def mm_bf16(
         ``"tinygemm"``: this library's kernel for Hopper. ``"cublaslt"``: cuBLASLt. The others
         choose between both, by the tuner's result if there is one. The remaining names of
         FlashInfer's backends are refused.
+    weight_ready : bool
+        The kernel that precedes this one writes neither `b` nor `bias`, so that they may be loaded
+        before it ends where `pdl` lets this kernel start. Changes no result.
 
     Returns
     -------
@@ -178,7 +185,33 @@ def mm_bf16(
     >>> flashinfer.mm_bf16(a, w.t()).shape
     torch.Size([16, 6144])
     """
-    return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend)
+    layout = TRANSPOSED_B | (STARTS_EARLY if check_flag("weight_ready", weight_ready) else 0)
+    if backend != "cublaslt" and out_dtype == torch.bfloat16 and takes(a, b):
+        return _one_row(a, b, bias, pdl, out, backend, weight_ready)
+    return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend, layout)
+
+
+def _one_row(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    pdl: bool,
+    out: torch.Tensor | None,
+    backend: str,
+    weight_ready: bool,
+) -> torch.Tensor:
+    """The product with contiguous rows of `b`."""
+    capability = get_compute_capability(a.device)
+    if capability != _HOPPER or backend not in _RUNS:
+        raise BackendSupportedError(
+            f"`backend` must be 'cudnn', 'tinygemm' or 'auto' on Hopper for contiguous rows of "
+            f"`b`, got {backend!r} for compute capability {capability[0]}.{capability[1]}"
+        )
+    if out is None:
+        out = a.new_empty(1, b.shape[1])
+    kernel, splits = one_row_kernel(a.device, b.shape[1], b.shape[0])
+    kernel(out, a, b, bias, splits, pdl, weight_ready)
+    return out
 
 
 @says_where_it_runs(since(80), _RUNS)

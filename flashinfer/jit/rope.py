@@ -19,8 +19,8 @@ class RopeConfig(ModuleConfig):
     """Selects code.
 
     `computed`: angles come from frequencies, else from a cache of `cache_dtype`. `out_dtype` is
-    `dtype`, or an 8-bit float. `append`: K and V go to a paged cache. Sizes, strides and
-    frequencies are run-time arguments.
+    `dtype`, or an 8-bit float. `append`: K and V go to a paged cache; `keeps_rows`: only they have
+    `out_dtype`, and heads may have a norm. Sizes, strides and frequencies are run-time arguments.
     """
 
     module: ClassVar[str] = "rope"
@@ -31,12 +31,21 @@ class RopeConfig(ModuleConfig):
     computed: bool = False
     cache_dtype: torch.dtype = torch.float32
     append: bool = False
+    keeps_rows: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("q", self.dtype, FLOAT)
         if self.out_dtype != self.dtype:
             check_dtype("quantize_dtype", self.out_dtype, FLOAT8)
         check_dtype("cos_sin_cache", self.cache_dtype, FLOAT)
+        if self.keeps_rows and (self.computed or not self.append):
+            raise ValueError(
+                "`keeps_rows` must be False unless K and V are appended by cached angles"
+            )
+
+
+def _appending(dtype: torch.dtype, cached: torch.dtype, interleave: bool = False) -> RopeConfig:
+    return RopeConfig(dtype, cached, interleave, append=True, keeps_rows=True)
 
 
 def _aot_configs() -> Iterator[RopeConfig]:
@@ -46,16 +55,20 @@ def _aot_configs() -> Iterator[RopeConfig]:
                 yield RopeConfig(dtype, dtype, interleave, computed)
             for append in (False, True):
                 yield RopeConfig(dtype, torch.float8_e4m3fn, interleave, append=append)
+            for cached in (dtype, torch.float8_e4m3fn):
+                yield _appending(dtype, cached, interleave)
 
 
 def _llama_configs() -> Iterator[RopeConfig]:
     for computed in (False, True):
         yield RopeConfig(torch.bfloat16, torch.bfloat16, interleave=False, computed=computed)
+    yield _appending(torch.bfloat16, torch.bfloat16)
 
 
 def _fp8_configs() -> Iterator[RopeConfig]:
     for append in (False, True):
         yield RopeConfig(torch.bfloat16, torch.float8_e4m3fn, interleave=False, append=append)
+    yield _appending(torch.bfloat16, torch.float8_e4m3fn)
 
 
 def _mla_configs() -> Iterator[RopeConfig]:
@@ -76,5 +89,5 @@ _presets = {
 def gen_rope_module(config: RopeConfig) -> JitSpec:
     """The module with ``rope`` or ``rope_with_cache``, or their quantising forms."""
     quantizes = config.out_dtype != config.dtype
-    binding = "rope_quantize_jit_binding.cc" if quantizes else "rope_jit_binding.cc"
-    return JitSpec.from_config(config, ["rope.cu", binding])
+    name = "rope_append" if config.keeps_rows else "rope_quantize" if quantizes else "rope"
+    return JitSpec.from_config(config, ["rope.cu", f"{name}_jit_binding.cc"])

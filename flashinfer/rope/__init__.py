@@ -8,6 +8,7 @@ and append it to a cache.
 """
 
 from ..jit.rope import gen_rope_module as gen_rope_module
+from .append import rope_append_paged_kv_cache as rope_append_paged_kv_cache
 from .quantize import mla_rope_quantize_fp8 as mla_rope_quantize_fp8
 from .quantize import rope_quantize_fp8 as rope_quantize_fp8
 from .quantize import (
@@ -39,6 +40,7 @@ __all__ = [
     "gen_rope_module",
     "get_rope_module",
     "mla_rope_quantize_fp8",
+    "rope_append_paged_kv_cache",
     "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache",
 ]

@@ -126,6 +126,17 @@ def says_how_caches_lie(operation: Operation, name: str, arguments: dict[str, An
         operation.api(**{**arguments, name: "DHN"})
 
 
+def is_a_norm_of_heads(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Without weights there is no norm, which is not one with weights of 1."""
+    results = [
+        _call(operation, {**arguments, name: weight})
+        for weight in (None, torch.ones_like(arguments[name]), arguments[name])
+    ]
+    assert not _same(results[0], results[1]) and not _same(results[1], results[2])
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: arguments[name][:-1]})
+
+
 def chooses_tokens(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """No mask is a mask of ones; a token whose mask is 0 stays as it is."""
     v = arguments["v"]
@@ -153,6 +164,7 @@ CASES: dict[str, Case] = {
     "is_qk_norm": is_a_switch,
     "is_neox": counts(False, wrong=1),
     "k_nope_out": receives_a_result,
+    "k_weight": is_a_norm_of_heads,
     "k_out": receives_a_result,
     "k_rope_out": receives_a_result,
     "kv_layout": says_how_caches_lie,
@@ -167,8 +179,11 @@ CASES: dict[str, Case] = {
     "q_nope_out": receives_a_result,
     "q_out": receives_a_result,
     "q_rope_out": receives_a_result,
+    "q_weight": is_a_norm_of_heads,
+    "quant_scale_k": counts(0.5, wrong=0.0),
     "quant_scale_kv": counts(0.5, wrong=0.0),
     "quant_scale_q": counts(0.5, wrong=-1.0),
+    "quant_scale_v": counts(0.5, wrong=-1.0),
     "quantize_dtype": chooses_the_codes,
     "rope_scale": counts(4.0, wrong=0.0),
     "rope_theta": counts(100.0, wrong=-1.0),

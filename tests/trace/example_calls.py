@@ -377,6 +377,12 @@ def call_rope(dtype) -> None:
         rope.rope_quantize_fp8_append_paged_kv_cache(
             q, k, None, None, k, cache, pos_ids, caches, *table, *where, kv_layout=kv_layout
         )
+        kept = torch.zeros(4, 2, *inner, 128, dtype=dtype).unbind(1)
+        weights = torch.ones(2, 128, dtype=dtype).unbind()
+        for cached, norms in ((kept, weights), (caches, ())):
+            rope.rope_append_paged_kv_cache(
+                q, k, k, cache, pos_ids, cached, *table, *where, *norms, kv_layout=kv_layout
+            )
 
 
 def call_packed_caches(k, v, where, table) -> None:

@@ -60,6 +60,14 @@ def _rope_append() -> dict[str, Any]:
     }
 
 
+def _rope_append_norms() -> dict[str, Any]:
+    call = _rope_append()
+    rows = {name: call.pop(f"{name}_rope") for name in ("q", "k")}
+    del call["q_nope"], call["k_nope"]
+    caches = tuple(torch.zeros(4, 4, 2, width).half() for width in (64, 128))
+    return {**call, **rows, "paged_kv_cache": caches}
+
+
 def _states() -> dict[str, Any]:
     v_a, v_b = torch.randn(2, 3, 4, 64).half()
     # Exact in every floating dtype, so that the result does not depend on it.
@@ -124,6 +132,10 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "apply_llama31_rope_inplace": (_rope, ("indptr", "offsets")),
     "rope.rope_quantize_fp8_append_paged_kv_cache": (
         _rope_append,
+        ("kv_indices", "kv_indptr", "batch_indices", "positions"),
+    ),
+    "rope.rope_append_paged_kv_cache": (
+        _rope_append_norms,
         ("kv_indices", "kv_indptr", "batch_indices", "positions"),
     ),
     "merge_state": (_states, ("s_a", "s_b")),

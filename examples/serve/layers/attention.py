@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
 from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cut, Cuts
-from .linear import Codes, Fp8Blocks, Product, is_hopper
+from .linear import Codes, Fp8Blocks, Product
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -187,9 +186,8 @@ class Attention(Body):
         return isinstance(self.qkv, Fp8Blocks)
 
     def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
-        project = partial(self._project, rotates=not self._rounds_keys(cache))
-        q, k, v, gate = in_tiles(batch.tile, project, x, batch.rotations)
-        self._append(q, k, v, batch, cache)
+        q, k, v, gate = in_tiles(batch.tile, self._project, x)
+        q = self._place(q, k, v, batch, cache)
         return in_tiles(batch.tile, self._finish, self._attend(q, batch, cache), gate)
 
     def parts(
@@ -199,74 +197,73 @@ class Attention(Body):
         q = x.new_zeros(rows, spec.heads, spec.dim)
         k = x.new_zeros(rows, spec.kv_heads, spec.dim)
         gate = q if self.gated else q[:, :0]
-        rotates = not self._rounds_keys(cache)
+        turn = [] if self._is_fused else [lambda: self._turn(q, k, batch().rotations)]
         return [
             lambda: self.qkv(x),
-            lambda: self._turn(q, k, batch().rotations, rotates),
-            lambda: self._append(q, k, k, batch(), cache),
+            *turn,
+            lambda: self._place(q, k, k, batch(), cache),
             lambda: self._finish(q.flatten(1), gate),
             lambda: self._attend(q, batch(), cache),
         ]
 
     def _project(
-        self, x: torch.Tensor | Codes, rotations: torch.Tensor, rotates: bool
+        self, x: torch.Tensor | Codes
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys, values and gates of normalised rows; `rotates`: with their positions."""
+        """Queries, keys, values and gates of normalised rows."""
         heads, kv_heads, dim = self.spec.heads, self.spec.kv_heads, self.spec.dim
         widths = [heads * (1 + self.gated), kv_heads, kv_heads]
         q, k, v = self.qkv(x).view(len(x), sum(widths), dim).split(widths, dim=1)
         gate = q[:, :0]
         if self.gated:
             q, gate = (part.contiguous() for part in q.view(len(x), heads, 2, dim).unbind(2))
-        return *self._turn(q, k, rotations, rotates), v, gate
+        return q, k, v, gate
 
-    def _turn(
-        self, q: torch.Tensor, k: torch.Tensor, rotations: torch.Tensor, rotates: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys with their norms and, if `rotates`, positions; perhaps in place."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None and rotates:
-            self.rope(rotations, q, k, self.spec.dim)
-        return q, k
+    @property
+    def _norms(self) -> list[Norm]:
+        return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
 
-    def _rounds_keys(self, cache: torch.Tensor) -> bool:
-        """Whether one kernel rotates keys, rounds them and values to 8 bits, and appends both."""
+    @property
+    def _is_fused(self) -> bool:
+        """Whether one kernel norms and turns heads, and appends keys and values."""
+        norms = self._norms
         return (
-            cache.dtype == torch.float8_e4m3fn
-            and self.rope is not None
+            self.rope is not None
             and self.rope.cos_sin.shape[1] == self.spec.dim
-            and self.k_scale == self.v_scale
-            and self.spec.heads > 1
+            and not any(norm.plus_one for norm in norms)
+            and (not norms or self.spec.dim in (16, 32, 64, 128, 256, 512))
+            and hasattr(kernels.rope, "rope_append_paged_kv_cache")
         )
 
-    def _append(
+    def _place(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         batch: Batch,
         cache: torch.Tensor,
-    ) -> None:
-        """Keys and values to their pages; rotates queries and keys if `_rounds_keys`."""
+    ) -> torch.Tensor:
+        """Keys and values to their pages; queries with norm and position, perhaps in place."""
         slots = batch.kv_indices, batch.kv_indptr
-        if self.rope is not None and self._rounds_keys(cache):
-            # The last head stands in for the keys, which the other kernel rotates.
-            self.rope(batch.rotations, q[:, :-1], q[:, -1:], self.spec.dim)
-            kernels.rope.rope_quantize_fp8_append_paged_kv_cache(
-                *(k[:, :1], k, None, None, v),
+        if self.rope is not None and self._is_fused:
+            rounds = cache.dtype != q.dtype
+            weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+            kernels.rope.rope_append_paged_kv_cache(
+                *(q, k, v),
                 self.rope.cos_sin,
                 batch.rotations,
                 cache.unbind(1),
                 *slots,
                 batch.batch_indices,
                 batch.positions,
+                *weights,
+                self._norms[0].eps if self._norms else 0.0,
                 is_neox=self.rope.halves,
-                quant_scale_kv=1 / self.k_scale,
+                quant_scale_k=1 / self.k_scale if rounds else 1.0,
+                quant_scale_v=1 / self.v_scale if rounds else 1.0,
                 page_size=cache.shape[2],
-                enable_pdl=is_hopper(k.device),
             )
-            return
+            return q
+        q, k = in_tiles(batch.tile, self._turn, q, k, batch.rotations)
         kernels.append_paged_kv_cache(
             as_cached(k, cache.dtype, self.k_scale),
             as_cached(v, cache.dtype, self.v_scale),
@@ -276,6 +273,17 @@ class Attention(Body):
             *slots,
             batch.kv_last_page_len,
         )
+        return q
+
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, rotations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys with their norms and positions; perhaps in place."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            self.rope(rotations, q, k, self.spec.dim)
+        return q, k
 
     def _attend(self, q: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         scales = {}

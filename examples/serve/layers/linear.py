@@ -51,7 +51,8 @@ class Linear:
     """Weights of 16 bits.
 
     The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: for few rows
-    cuBLAS has faster kernels for these (docs/tuning/serving_step.md).
+    cuBLAS has faster kernels for these, and for one the package has a kernel that loads
+    weights before the kernel before ends (docs/tuning/serving_step.md).
     """
 
     weight: torch.Tensor
@@ -62,9 +63,22 @@ class Linear:
         return len(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1 and self._is_ready:
+            product = kernels.gemm.mm_bf16
+            return product(x.contiguous(), self.weight, self.bias, pdl=True, **_ready(product))
         if self.bias is None:
             return x @ self.weight
         return torch.addmm(self.bias, x, self.weight)
+
+    @functools.cached_property
+    def _is_ready(self) -> bool:
+        """Whether the package multiplies a row with such weights."""
+        return (
+            is_hopper(self.weight.device)
+            and self.weight.dtype == torch.bfloat16
+            and all(size % 8 == 0 and size <= 1 << 15 for size in self.weight.shape)
+            and bool(_ready(kernels.gemm.mm_bf16))
+        )
 
 
 @functools.cache

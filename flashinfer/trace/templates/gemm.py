@@ -218,7 +218,7 @@ mm_bf16_trace = TraceTemplate(
     name_prefix="mm_bf16",
     reference=_mm_bf16_reference,
     init=_mm_init,
-    hints=["pdl"],
+    hints=["pdl", "weight_ready"],
     options={"backend": _BACKENDS},
     description="Product of two bfloat16 matrices.",
 )

@@ -1,5 +1,6 @@
 // Rotary position embedding (Su et al., "RoFormer", 2021), out of place or in place, with an
-// optional 8-bit output and an optional paged cache as the destination of K and V:
+// optional 8-bit output, an optional paged cache as the destination of K and V, and there an
+// optional RMS norm of each head before:
 //
 //   (x_a, x_b) <- (x_a cos - x_b sin, x_b cos + x_a sin)        angle = position * frequency_j
 //
@@ -24,8 +25,10 @@
 
 namespace flashinfer {
 
-// TCache is the element type of the cos-sin cache; with void, angles are computed.
-template <typename T_, typename TOut_, typename TCache_, bool kInterleave_, bool kAppend_>
+// TCache is the element type of the cos-sin cache; with void, angles are computed. With kKeepsRows
+// only what goes to the paged cache has type TOut, and heads may have a norm.
+template <typename T_, typename TOut_, typename TCache_, bool kInterleave_, bool kAppend_,
+          bool kKeepsRows_ = false>
 struct RopeTraits {
   using T = T_;
   using TOut = TOut_;
@@ -33,7 +36,9 @@ struct RopeTraits {
   static constexpr bool kComputed = std::is_void_v<TCache>;
   static constexpr bool kInterleave = kInterleave_;
   static constexpr bool kAppend = kAppend_;
-  static constexpr bool kScaleOutput = dtype::kIsFloat8<TOut>;
+  static constexpr bool kKeepsRows = kKeepsRows_;
+  using TRow = std::conditional_t<kKeepsRows, T, TOut>;  // of what stays out of the cache
+  static constexpr bool kScaleCache = kKeepsRows || dtype::kIsFloat8<TOut>;
   using Params = std::conditional_t<kComputed, ComputedRopeParams, RopeParams>;
 };
 
@@ -173,6 +178,57 @@ __device__ __forceinline__ void rotate(float (&a)[kVecSize], float (&b)[kVecSize
   }
 }
 
+// The RMS norm of a head, whose threads are `units` neighbours: a power of two, at most a warp.
+template <typename T, int kVecSize>
+__device__ __forceinline__ void normalize_head(float (&a)[kVecSize], float (&b)[kVecSize],
+                                               const Vector<T, kVecSize>& weight_a,
+                                               const Vector<T, kVecSize>& weight_b, uint32_t units,
+                                               float eps) {
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < kVecSize; ++j) sum += a[j] * a[j] + b[j] * b[j];
+  // Other heads of the warp may be beyond the last one, and have left.
+  const uint32_t all = units == 32 ? ~0u : (1u << units) - 1;
+  const uint32_t mask = all << (threadIdx.x % 32 / units * units);
+  for (uint32_t offset = units / 2; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(mask, sum, offset);
+  }
+  const float factor = rsqrtf(sum / (2 * kVecSize * units) + eps);
+#pragma unroll
+  for (int j = 0; j < kVecSize; ++j) {
+    a[j] *= factor * weight_a[j];
+    b[j] *= factor * weight_b[j];
+  }
+}
+
+// The thread's two vectors of each of its heads, to its rows of type TOut.
+template <bool kScale, typename TOut, int kVecSize, int kHeads>
+__device__ __forceinline__ void store_heads(TOut* out, const RopeSegment& segment,
+                                            const RopeUnit& unit, uint32_t num_heads,
+                                            const float (&a)[kHeads][kVecSize],
+                                            const float (&b)[kHeads][kVecSize]) {
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (h >= num_heads) break;
+    float y_a[kVecSize], y_b[kVecSize];
+#pragma unroll
+    for (int j = 0; j < kVecSize; ++j) {
+      y_a[j] = a[h][j];
+      y_b[j] = b[h][j];
+      if constexpr (kScale) {
+        y_a[j] *= segment.scale;
+        y_b[j] *= segment.scale;
+      }
+    }
+    Vector<TOut, kVecSize> out_a, out_b;
+    out_a.from_floats(y_a);
+    out_b.from_floats(y_b);
+    TOut* out_head = out + h * segment.out.stride_head;
+    out_a.store_streaming(out_head + unit.first);
+    if (unit.has_second) out_b.store_streaming(out_head + unit.second);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ T* rope_row(const RopeRows& rows, uint32_t token, uint32_t head) {
   return static_cast<T*>(rows.data) + token * rows.stride_token + head * rows.stride_head;
@@ -193,7 +249,7 @@ template <typename Traits, int kVecSize, int kHeads>
 __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
     rope_kernel(const __grid_constant__ typename Traits::Params params) {
   using T = typename Traits::T;
-  using TOut = typename Traits::TOut;
+  static_assert(!Traits::kKeepsRows || (Traits::kAppend && !Traits::kComputed));
   constexpr int kThreads = kRopeThreads<Traits, kHeads>;
   extern __shared__ float2 rotations[];
   int which = 0;
@@ -238,6 +294,14 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
       if (has_head(h) && unit.has_second) b[h].load_streaming(in_head + unit.second);
     }
   };
+  Vector<T, kVecSize> weight_a, weight_b;
+  if constexpr (Traits::kKeepsRows && kVecSize > 1) {
+    if (is_valid && segment.norm_weight != nullptr) {
+      weight_a.load(static_cast<const T*>(segment.norm_weight) + unit.first);
+      weight_b.load(static_cast<const T*>(segment.norm_weight) + unit.second);
+    }
+  }
+  PageSlot slot{0, 0, false};
   detail::Rotation<kVecSize> rotation;
   uint32_t first_token = 0;  // first token of the warp
   float2* table = rotations + threadIdx.x / 32 * params.rotations_per_warp;
@@ -268,47 +332,50 @@ __global__ void __launch_bounds__(kRopeThreads<Traits, kHeads>)
       }
     }
   } else {
+    // Rows are kept in steps of few tokens, which wait for chains of loads: the longest one first.
+    if constexpr (Traits::kKeepsRows) {
+      load();
+      if (segment.appends) slot = find_slot(params.table, token);
+    }
     if (segment.rotates) {
       detail::load_rotation<typename Traits::TCache>(
           params, detail::rope_position(params, token, 0), unit, rotation);
     }
-    load();
+    if constexpr (!Traits::kKeepsRows) load();
   }
-  TOut* out;
-  if (Traits::kAppend && segment.appends) {
-    const PageSlot slot = find_slot(params.table, token);
-    if (!slot.exists) return;
-    out =
-        detail::rope_row<TOut>(segment.out, slot.slot, head) + slot.page * segment.out.stride_page;
-  } else {
-    out = detail::rope_row<TOut>(segment.out, token, head);
-  }
-
-  if (is_long) ptx::grid_launch_dependents();
+  float y_a[kHeads][kVecSize], y_b[kHeads][kVecSize];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     if (!has_head(h)) break;
-    float y_a[kVecSize], y_b[kVecSize];
 #pragma unroll
     for (int j = 0; j < kVecSize; ++j) {
-      y_a[j] = a[h][j];
-      y_b[j] = b[h][j];
+      y_a[h][j] = a[h][j];
+      y_b[h][j] = b[h][j];
     }
-    if (segment.rotates) detail::rotate<Traits>(y_a, y_b, rotation);
-    if constexpr (Traits::kScaleOutput) {
-#pragma unroll
-      for (int j = 0; j < kVecSize; ++j) {
-        y_a[j] *= segment.scale;
-        y_b[j] *= segment.scale;
+    if constexpr (Traits::kKeepsRows && kVecSize > 1) {
+      if (segment.norm_weight != nullptr) {
+        detail::normalize_head(y_a[h], y_b[h], weight_a, weight_b, segment.units.divisor,
+                               params.norm_eps);
       }
     }
-    Vector<TOut, kVecSize> out_a, out_b;
-    out_a.from_floats(y_a);
-    out_b.from_floats(y_b);
-    TOut* out_head = out + h * segment.out.stride_head;
-    out_a.store_streaming(out_head + unit.first);
-    if (unit.has_second) out_b.store_streaming(out_head + unit.second);
+    if (segment.rotates) detail::rotate<Traits>(y_a[h], y_b[h], rotation);
   }
+  const uint32_t num_heads = segment.num_heads - head;
+  if constexpr (Traits::kAppend) {
+    if (segment.appends) {
+      if constexpr (!Traits::kKeepsRows) slot = find_slot(params.table, token);
+      if (is_long) ptx::grid_launch_dependents();
+      if (!slot.exists) return;
+      auto* out = detail::rope_row<typename Traits::TOut>(segment.out, slot.slot, head) +
+                  slot.page * segment.out.stride_page;
+      detail::store_heads<Traits::kScaleCache>(out, segment, unit, num_heads, y_a, y_b);
+      return;
+    }
+  }
+  if (is_long) ptx::grid_launch_dependents();
+  auto* out = detail::rope_row<typename Traits::TRow>(segment.out, token, head);
+  detail::store_heads<dtype::kIsFloat8<typename Traits::TRow>>(out, segment, unit, num_heads, y_a,
+                                                               y_b);
 }
 
 #ifndef __CUDACC_RTC__

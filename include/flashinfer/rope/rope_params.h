@@ -22,7 +22,9 @@ struct RopeSegment {
   uint32_t dim = 0;
   bool rotates = false;
   bool appends = false;  // `out` is a paged cache
-  float scale = 1.f;     // 8-bit outputs are multiplied by it
+  float scale = 1.f;     // 8-bit outputs are multiplied by it, and caches where rows are kept
+  // [dim] of the input's type: an RMS norm of each head comes before the rotation; null: none does.
+  const void* norm_weight = nullptr;
   // Set at launch: how threads are numbered over (token, group of heads, unit), and the segment's
   // first CTA.
   FastDivisor units, head_groups;
@@ -51,6 +53,7 @@ struct RopeParams {
   int64_t cache_rows;
   // Destination of K and V; only for kernels that append.
   PageTable table;
+  float norm_eps;  // only where a segment has a norm
 };
 
 // Parameters if angles are computed.

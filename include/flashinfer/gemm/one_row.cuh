@@ -1,0 +1,178 @@
+// A row times weights [k, n] that are read once: out = a b + bias.
+//
+// A CTA has kColumns columns and a part of k, which the CTAs of a cluster divide. A thread has
+// eight columns and every so many rows of b; it multiplies 16 bytes at a time in float, while the
+// next kLoads such loads are on their way. Where the weights are ready, the first of them begin
+// before the kernel before ends. Sums are added in a fixed order: of a warp's threads, of the
+// warps, of the cluster's CTAs.
+//
+// Measurements, also of what lost: docs/tuning/serving_step.md.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/launch.cuh>
+#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/vec.cuh>
+#include <flashinfer/gemm/one_row_params.h>
+#include <flashinfer/ptx/cluster.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+
+namespace flashinfer {
+
+template <typename T_, int kColumns_>
+struct OneRowTraits {
+  using T = T_;
+  static constexpr int kColumns = kColumns_;  // 64 or 128
+  static constexpr int kWarps = 8;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kLoads = 8;
+  static constexpr int kWide = 8;                   // columns of a thread
+  static constexpr int kAcross = kColumns / kWide;  // threads side by side
+  static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
+  static constexpr int kChunk = kLoads * kStep;     // and those on their way
+  static constexpr int kCtas = 3;                   // of an SM
+};
+
+// For the sums of warps and CTA, and for the part of `a`.
+template <typename Traits>
+inline constexpr uint32_t one_row_shared_bytes(uint32_t filled) {
+  return filled * sizeof(typename Traits::T) +
+         (Traits::kWarps + 1) * Traits::kColumns * sizeof(float);
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
+    one_row_kernel(const __grid_constant__ OneRowParams params) {
+  using T = typename Traits::T;
+  constexpr int kWide = Traits::kWide, kLoads = Traits::kLoads;
+  extern __shared__ __align__(128) char shared[];
+  float* warp_sums = reinterpret_cast<float*>(shared);  // [kWarps][kColumns]
+  float* sums = warp_sums + Traits::kWarps * Traits::kColumns;
+  T* part = reinterpret_cast<T*>(sums + Traits::kColumns);  // [filled]
+
+  const uint32_t splits = ptx::cluster_size(), rank = ptx::cluster_rank();
+  const uint32_t first_column = blockIdx.x / splits * Traits::kColumns;
+  const uint32_t begin = rank * params.part;
+  const uint32_t column = first_column + threadIdx.x % Traits::kAcross * kWide;
+  const uint32_t own_row = threadIdx.x / Traits::kAcross;
+  // Rows of b that are there, and are this thread's: none beyond the last column.
+  const uint32_t there = begin < params.k ? min(params.part, params.k - begin) : 0;
+  const uint32_t rows_left = column < params.n ? there : 0;
+  const T* weights = static_cast<const T*>(params.b) + (begin + own_row) * params.b_stride + column;
+  const int64_t step = Traits::kStep * params.b_stride;
+
+  Vector<T, kWide> loaded[kLoads];
+  if (!params.weight_ready) ptx::grid_dependency_wait();
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    loaded[i].clear();
+    if (own_row + i * Traits::kStep < rows_left) loaded[i].load_streaming(weights + i * step);
+  }
+  if (params.weight_ready) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+
+  // What is beyond the part is zero.
+  for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
+    Vector<T, kWide> x;
+    x.clear();
+    if (at < there) x.load(static_cast<const T*>(params.a) + begin + at);
+    x.store(part + at);
+  }
+  __syncthreads();
+
+  float total[kWide] = {};
+  for (uint32_t row = own_row; row < params.part; row += Traits::kChunk) {
+    weights += kLoads * step;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      float w[kWide];
+      loaded[i].to_floats(w);
+      Vector<T, 1> x;
+      x.load(part + row + i * Traits::kStep);
+      if (row + i * Traits::kStep + Traits::kChunk < rows_left) {
+        loaded[i].load_streaming(weights + i * step);
+      } else {
+        loaded[i].clear();
+      }
+#pragma unroll
+      for (int e = 0; e < kWide; ++e) total[e] = fmaf(x[0], w[e], total[e]);
+    }
+  }
+
+#pragma unroll
+  for (int e = 0; e < kWide; ++e) {
+#pragma unroll
+    for (int lane = Traits::kAcross; lane < 32; lane *= 2) {
+      total[e] += __shfl_xor_sync(~0u, total[e], lane);
+    }
+  }
+  if (threadIdx.x % 32 < Traits::kAcross) {
+    float* mine = warp_sums + threadIdx.x / 32 * Traits::kColumns + column - first_column;
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) mine[e] = total[e];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < Traits::kColumns; i += Traits::kThreads) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < Traits::kWarps; ++w) sum += warp_sums[w * Traits::kColumns + i];
+    sums[i] = sum;
+  }
+  if (splits > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  // Pairs of columns; each CTA of the cluster has its share of them.
+  const uint32_t pairs = Traits::kColumns / 2 / splits;
+  for (uint32_t i = threadIdx.x; i < pairs; i += Traits::kThreads) {
+    const uint32_t at = 2 * (rank * pairs + i);
+    float y[2] = {};
+    for (uint32_t s = 0; s < splits; ++s) {
+      const uint64_t both = ptx::cluster_load_u64(ptx::cluster_address(sums + at, s));
+      y[0] += __uint_as_float(static_cast<uint32_t>(both));
+      y[1] += __uint_as_float(static_cast<uint32_t>(both >> 32));
+    }
+    const uint32_t c = first_column + at;
+    if (c >= params.n) continue;
+    if (params.bias != nullptr) {
+      Vector<T, 2> bias;
+      bias.load(static_cast<const T*>(params.bias) + c);
+      y[0] += bias[0];
+      y[1] += bias[1];
+    }
+    Vector<T, 2> result;
+    result.from_floats(y);
+    result.store(static_cast<T*>(params.out) + c);
+  }
+  if (splits > 1) {  // the others may still read this CTA's sums
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+}
+
+#ifndef __CUDACC_RTC__
+
+// n and k are multiples of 8, rows begin at multiples of 16 bytes; `splits` is a power of two up to
+// 8. cudaErrorInvalidValue if the part of `a` exceeds the shared memory.
+template <typename Traits>
+inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool enable_pdl,
+                                  cudaStream_t stream) {
+  constexpr uint32_t kMostBytes = 113 << 10;  // of two CTAs on an SM
+  params.part = ceil_div<uint32_t>(params.k, Traits::kStep * splits) * Traits::kStep;
+  params.filled = ceil_div<uint32_t>(params.part, Traits::kChunk) * Traits::kChunk;
+  const uint32_t bytes = one_row_shared_bytes<Traits>(params.filled);
+  if (bytes > kMostBytes) return cudaErrorInvalidValue;
+  const auto kernel = one_row_kernel<Traits>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  const uint32_t tiles = ceil_div<uint32_t>(params.n, Traits::kColumns);
+  return launch_kernel(kernel, dim3(tiles * splits), dim3(Traits::kThreads), bytes, stream,
+                       enable_pdl, params, splits > 1 ? splits : 0);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

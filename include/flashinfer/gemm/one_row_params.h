@@ -1,0 +1,21 @@
+// Arguments of the product of one row. Plain C++: shared by kernel, launcher and binding.
+#pragma once
+
+#include <cstdint>
+
+namespace flashinfer {
+
+// out = a b + bias; rows of `b` are contiguous.
+struct OneRowParams {
+  const void* a;     // [k]
+  const void* b;     // [k, n]
+  int64_t b_stride;  // elements
+  const void* bias;  // [n] or null
+  void* out;         // [n]
+  uint32_t n, k;
+  bool weight_ready;  // the kernel before writes neither b nor bias
+  // Set at launch: rows of b of each CTA of a cluster, and as many with those of its last loads.
+  uint32_t part, filled;
+};
+
+}  // namespace flashinfer
