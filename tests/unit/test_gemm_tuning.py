@@ -66,6 +66,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     tuner = at.AutoTuner(warmup=0, repeat=2, timer=kernels.clock)
     monkeypatch.setattr(at.AutoTuner, "_instance", tuner)
     monkeypatch.setattr(_launch, "get_gemm_kernel", kernels.get)
+    monkeypatch.setattr(_tuning, "get_compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(_launch.checks, "cuda_tensors", lambda **tensors: None)
     built: list[Any] = []
     monkeypatch.setattr("flashinfer.autotuner.candidates.build_jit_specs", built.append)
@@ -181,7 +182,9 @@ def test_a_size_between_buckets_takes_the_larger_ones_tile(kernels: Kernels) -> 
     assert not _choice.serves(replace(problem, rows=4096), odd)
 
 
-def test_the_other_librarys_product_is_a_candidate(kernels: Kernels) -> None:
+def test_the_other_librarys_product_is_a_candidate(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, out = torch.zeros(16, 512, dtype=BF16), torch.zeros(16, 256, dtype=BF16)
     arguments = (0, out, a, a, None, None, 1.0, None, None, 1, 0, False)
 
@@ -202,6 +205,8 @@ def test_the_other_librarys_product_is_a_candidate(kernels: Kernels) -> None:
         assert choose(True) == choose(False) == expected
     multiply(DENSE)  # a call that the library cannot serve has results of its own
     assert kernels.launched[-1][0] == choose_config(DENSE)
+    monkeypatch.setattr(_tuning, "get_compute_capability", lambda device: (8, 9))
+    assert choose(False) == LIBRARY  # the kernels are Hopper's
 
 
 def test_a_capture_is_served_and_not_measured(
