@@ -84,7 +84,6 @@ struct GemmTile : Config {
     return tiles % splits == 0 ? splits : owners(tiles, splits - 1);
   }
   // Groups of eight right rows that each CTA of a split product adds up and stores.
-  static_assert(kSplits == 1 || kSwap, "split products have few rows");
   static constexpr int kOwnedTiles = kTiles / owners(kTiles, kSplits);
   static constexpr int kPartialBytes =
       kSplits > 1 ? kSplits * kReps * kOwnedTiles * kConsumerThreads * 16 : 0;
