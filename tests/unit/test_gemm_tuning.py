@@ -97,6 +97,46 @@ def odd_tile(problem: GemmProblem) -> GemmConfig:
 # ---- candidates --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tile", "swap", "shared", "splits"),
+    [
+        ((16, 4096, 7168), E4M3, (16, 64), True, 1, 2),
+        ((16, 24576, 1536), E4M3, (16, 64), True, 2, 1),
+        ((64, 24576, 1536), E4M3, (64, 64), False, 2, 1),
+        ((64, 5120, 5120), E4M3, (64, 64), False, 2, 1),
+        ((128, 4096, 7168), E4M3, (64, 64), False, 2, 1),
+        ((128, 7168, 16384), E4M3, (128, 64), False, 2, 1),
+        ((1, 6144, 4096), BF16, (8, 64), True, 1, 1),
+        ((1, 4096, 14336), BF16, (8, 64), True, 1, 2),
+        ((64, 6144, 4096), BF16, (64, 64), True, 2, 1),
+        ((64, 4096, 14336), BF16, (64, 128), True, 2, 2),
+    ],
+    ids=str,
+)
+def test_few_tokens_get_the_tile_that_was_measured_fastest(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    tile: tuple[int, int],
+    swap: bool,
+    shared: int,
+    splits: int,
+) -> None:
+    scale = "block" if dtype == E4M3 else "none"
+    chosen = choose_config(GemmProblem(dtype, dtype, BF16, *shape, scale=scale))
+    assert (chosen.tile_rows, chosen.tile_columns) == tile
+    assert (chosen.swap, chosen.cluster_columns, chosen.splits) == (swap, shared, splits)
+
+
+def test_rows_that_a_does_not_have_cost_time() -> None:
+    problem = replace(BLOCKS, rows=96, columns=7168, k=2048)
+    tile = GemmConfig(E4M3, E4M3, BF16, 128, 64, scale="block")
+    shared = replace(tile, cluster_columns=2)  # boxes of 64 rows, of which the second has 32
+    assert _choice._rows_outside(problem, shared) == 32
+    assert _choice._rows_outside(problem, tile) == 0
+    assert _choice._rows_outside(replace(problem, rows=128), shared) == 0
+    assert _choice._rows_outside(replace(problem, rows=200), shared) == 0
+
+
 @pytest.mark.parametrize("rows", [1, 7, 64, 130, 5000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_begin_with_the_models_choice(kind: str, rows: int) -> None:
