@@ -17,17 +17,20 @@ import torch
 from .._common.dtypes import FLOAT8
 from ..jit.gemm import GATED, GemmConfig
 
-_CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 30, 6: 20}
+_CLUSTERS = {1: 132, 2: 66, 4: 30}
 """CTAs of a cluster to clusters that an H200 runs at a time."""
 _CLOCK = 1700.0  # per microsecond
 _BYTES = 3.9e6  # of memory per microsecond
 _CACHE_BYTES = 7.5e6  # of L2 per microsecond
-_CTA_BYTES = 4.5e4  # that a CTA loads per microsecond for few routed rows
+_FEW_CACHE_BYTES = 5.8e6  # the same for few tokens without groups
+_ROUTED_CTA_BYTES = 4.5e4  # that a CTA loads per microsecond for few routed rows
+_FEW_CTA_BYTES = {1: 4.0e4, 2: 6.0e4}  # the same for few tokens, by the bytes of an element
 _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longest
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
 _STORE = 0.6  # microseconds to store a tile
 _LEAST_CLOCKS = 310  # that a CTA takes for a stage, however small
+_OUTSIDE_CLOCKS = 20  # that the copy engine takes for a row of a box that a does not have
 _MAX_TOKENS = 128  # up to which rows of weights are the tensor cores' rows
 _NEAR = 1.5  # times the model's least time: what may be the fastest one in truth
 _MOST_MEASURED = 12  # since each one is a module to compile
@@ -161,13 +164,17 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
         gathers=problem.gathers,
     )
     gated = problem.gated
+    blocks = problem.scale == "block" and problem.groups == "batch" and not gated
     if problem.groups != "indices" and problem.group_rows <= _MAX_TOKENS:
         rows = problem.group_rows
         # One tile has the rows of most groups, or of the average one.
         most = rows + round(2 * math.sqrt(rows)) if problem.routed else rows
         for tile_rows in sorted({_rows_of_tile(rows), _rows_of_tile(most)}):
-            yield from _narrow(base, tile_rows, gated)
-        if problem.group_rows <= _MAX_TOKENS // 2:
+            if tile_rows > 32 and blocks and problem.dtype_out not in FLOAT8:
+                yield from _few(base, rows)
+            else:
+                yield from _narrow(base, tile_rows, gated)
+        if problem.group_rows <= _MAX_TOKENS // 2 or (blocks and problem.dtype_out not in FLOAT8):
             return
     if problem.groups == "indices":
         shared = [replace(base, cluster_columns=columns) for columns in (1, 2)]
@@ -184,23 +191,34 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
     for tile in shared:
         for columns in widths:
             yield replace(tile, tile_columns=columns)
-    if problem.scale == "block" and problem.groups == "batch" and not gated:
-        if problem.group_rows > base.tile_rows:
-            yield replace(base, tile_rows=256, cluster_rows=2)
-        else:  # one tile has all rows, so many narrow ones share them
-            yield replace(base, tile_columns=64, cluster_columns=2)
+    if blocks and problem.group_rows > base.tile_rows:
+        yield replace(base, tile_rows=256, cluster_rows=2)
+
+
+def _few(base: GemmConfig, rows: int) -> Iterator[GemmConfig]:
+    """Tiles of 33 to 128 tokens with a scale for every block.
+
+    Tokens are the tensor cores' rows, though some may be missing: then a thread multiplies few
+    scales, not one for every column.
+    """
+    for tile_rows, columns in ((64, 64), (128, 64), (128, 128)):
+        if tile_rows == 128 and rows <= 64:
+            continue
+        tile = replace(base, tile_rows=tile_rows, tile_columns=columns, consumers=tile_rows // 64)
+        yield from (tile, replace(tile, splits=2))
+        if columns == 64:
+            yield replace(tile, cluster_columns=2)
 
 
 def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfig]:
     narrow = replace(base, tile_rows=tile_rows, swap=True)
-    scaled = base.scale == "block" and base.groups == "batch"
     for columns, consumers in ((64, 1), (128, 2)):
         # A warpgroup has 64 gate rows and their 64 up rows.
         tile = replace(narrow, tile_columns=columns * (2 if gated else 1), consumers=consumers)
         for shared in (1, 2):
             if shared == 2 and (base.gathers or tile_rows < 16):
                 continue
-            for splits in (1, 2, 3) if scaled else (1, 2):
+            for splits in (1, 2):
                 # Parts of 128 rows by 256 columns have no room in shared memory.
                 if splits > 1 and tile_rows * tile.tile_columns > 128 * 128:
                     continue
@@ -225,18 +243,27 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     units = row_units * column_units
     rounds = math.ceil(units / _CLUSTERS[cluster])
     clocks = max(_block_clocks(config, element), _LEAST_CLOCKS)
+    clocks = max(clocks, _OUTSIDE_CLOCKS * _rows_outside(problem, config))
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
     # What the other CTA of a cluster does not load comes from L2.
     loaded = 128 * (
         config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows
     )
-    cache = units * cluster * blocks * loaded / _CACHE_BYTES
+    few = problem.groups == "batch" and problem.group_rows <= _MAX_TOKENS
+    cache_bytes = _FEW_CACHE_BYTES if few else _CACHE_BYTES
+    cache = units * cluster * blocks * loaded / cache_bytes
     weights = problem.read * problem.columns * problem.k * element
     rows = problem.read * problem.group_rows * (problem.k * element + 2 * columns)
     # Few CTAs do not draw what memory could give.
-    drawn = rounds * blocks * loaded / _CTA_BYTES if problem.routed and config.swap else 0.0
+    drawn = 0.0
+    if few:
+        drawn = rounds * blocks * loaded / _FEW_CTA_BYTES[element]
+    elif problem.routed and config.swap:
+        drawn = rounds * blocks * loaded / _ROUTED_CTA_BYTES
     parts = sorted((compute, cache, max(drawn, (weights + rows) / _BYTES)))
-    overhead = _LAUNCH + (_SPLIT if config.splits > 1 else 0.0)
+    overhead = _LAUNCH
+    if config.splits > 1:
+        overhead += _SPLIT * (rounds if few else 1)
     return overhead + parts[2] + _OVERLAP * (parts[0] + parts[1])
 
 
@@ -250,3 +277,11 @@ def _block_clocks(config: GemmConfig, element: int) -> float:
         overhead = 40.0 + area / 64 + (240.0 if config.swap else 0.0)
         overhead += 60.0 if config.tile_rows == 256 else 0.0
     return clocks + overhead
+
+
+def _rows_outside(problem: GemmProblem, config: GemmConfig) -> int:
+    """Rows that the boxes of a stage have and a does not, where CTAs of a cluster share them."""
+    part = config.tile_rows // config.cluster_columns
+    if problem.groups != "batch" or not part < problem.rows < config.tile_rows:
+        return 0
+    return -problem.rows % part

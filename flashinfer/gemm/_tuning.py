@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._common.arch import get_compute_capability
 from ..autotuner.autotuner import AutoTuner
 from ..autotuner.candidates import HEURISTIC, compile_specs
 from ..autotuner.runner import TunableRunner
@@ -32,6 +33,7 @@ GetKernel = Callable[[GemmConfig], Callable[..., Any]]
 LIBRARY = "cublas"
 """The tactic that takes the other library's product."""
 
+_HOPPER = (9, 0)
 _BY_K, _BY_BLOCK = 2, 4  # bits of the binding's layout
 _logger = logging.getLogger("flashinfer.autotuner")
 _warned: set[str] = set()
@@ -99,7 +101,9 @@ def choose_product(
     library: Callable[..., Any],
     prefers_library: bool,
 ) -> Callable[..., Any]:
-    """A kernel, or `library`, which takes the same arguments."""
+    """A kernel, or `library`, which takes the same arguments; not on Hopper `library` alone."""
+    if get_compute_capability(arguments[1].device) != _HOPPER:
+        return library
     runner = TileRunner(problem, arguments, get_kernel, library, prefers_library)
     chosen = _ask(runner)
     return runner.product(HEURISTIC if chosen is None else chosen, problem)

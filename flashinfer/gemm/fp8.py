@@ -1,11 +1,10 @@
 """Products of 8-bit matrices with a scale for the whole result, or one per row and per column."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
-from .._common.arch import get_compute_capability
 from .._common.checks import cuda_tensors
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
@@ -154,9 +153,7 @@ def _run_fastest(
     """The product by what the tuner found fastest; without a result by what is preferred."""
     scales = (alpha, None, None)
     arguments = (NAMES["a"], out, a, b, scales, None, 1.0, None, None, TRANSPOSED_B, 0, None)
-    product: Callable[..., Any] = _cublas
-    if get_compute_capability(a.device) == (9, 0):
-        product = choose_product(problem, arguments, get_gemm_kernel, _cublas, prefers_cublas)
+    product = choose_product(problem, arguments, get_gemm_kernel, _cublas, prefers_cublas)
     product(*arguments)
     return out
 

@@ -66,6 +66,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     tuner = at.AutoTuner(warmup=0, repeat=2, timer=kernels.clock)
     monkeypatch.setattr(at.AutoTuner, "_instance", tuner)
     monkeypatch.setattr(_launch, "get_gemm_kernel", kernels.get)
+    monkeypatch.setattr(_tuning, "get_compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(_launch.checks, "cuda_tensors", lambda **tensors: None)
     built: list[Any] = []
     monkeypatch.setattr("flashinfer.autotuner.candidates.build_jit_specs", built.append)
@@ -94,6 +95,46 @@ def odd_tile(problem: GemmProblem) -> GemmConfig:
 
 
 # ---- candidates --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tile", "swap", "shared", "splits"),
+    [
+        ((16, 4096, 7168), E4M3, (16, 64), True, 1, 2),
+        ((16, 24576, 1536), E4M3, (16, 64), True, 2, 1),
+        ((64, 24576, 1536), E4M3, (64, 64), False, 2, 1),
+        ((64, 5120, 5120), E4M3, (64, 64), False, 2, 1),
+        ((128, 4096, 7168), E4M3, (64, 64), False, 2, 1),
+        ((128, 7168, 16384), E4M3, (128, 64), False, 2, 1),
+        ((1, 6144, 4096), BF16, (8, 64), True, 1, 1),
+        ((1, 4096, 14336), BF16, (8, 64), True, 1, 2),
+        ((64, 6144, 4096), BF16, (64, 64), True, 2, 1),
+        ((64, 4096, 14336), BF16, (64, 128), True, 2, 2),
+    ],
+    ids=str,
+)
+def test_few_tokens_get_the_tile_that_was_measured_fastest(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    tile: tuple[int, int],
+    swap: bool,
+    shared: int,
+    splits: int,
+) -> None:
+    scale = "block" if dtype == E4M3 else "none"
+    chosen = choose_config(GemmProblem(dtype, dtype, BF16, *shape, scale=scale))
+    assert (chosen.tile_rows, chosen.tile_columns) == tile
+    assert (chosen.swap, chosen.cluster_columns, chosen.splits) == (swap, shared, splits)
+
+
+def test_rows_that_a_does_not_have_cost_time() -> None:
+    problem = replace(BLOCKS, rows=96, columns=7168, k=2048)
+    tile = GemmConfig(E4M3, E4M3, BF16, 128, 64, scale="block")
+    shared = replace(tile, cluster_columns=2)  # boxes of 64 rows, of which the second has 32
+    assert _choice._rows_outside(problem, shared) == 32
+    assert _choice._rows_outside(problem, tile) == 0
+    assert _choice._rows_outside(replace(problem, rows=128), shared) == 0
+    assert _choice._rows_outside(replace(problem, rows=200), shared) == 0
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 130, 5000])
@@ -181,7 +222,9 @@ def test_a_size_between_buckets_takes_the_larger_ones_tile(kernels: Kernels) -> 
     assert not _choice.serves(replace(problem, rows=4096), odd)
 
 
-def test_the_other_librarys_product_is_a_candidate(kernels: Kernels) -> None:
+def test_the_other_librarys_product_is_a_candidate(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, out = torch.zeros(16, 512, dtype=BF16), torch.zeros(16, 256, dtype=BF16)
     arguments = (0, out, a, a, None, None, 1.0, None, None, 1, 0, False)
 
@@ -202,6 +245,8 @@ def test_the_other_librarys_product_is_a_candidate(kernels: Kernels) -> None:
         assert choose(True) == choose(False) == expected
     multiply(DENSE)  # a call that the library cannot serve has results of its own
     assert kernels.launched[-1][0] == choose_config(DENSE)
+    monkeypatch.setattr(_tuning, "get_compute_capability", lambda device: (8, 9))
+    assert choose(False) == LIBRARY  # the kernels are Hopper's
 
 
 def test_a_capture_is_served_and_not_measured(

@@ -194,6 +194,9 @@ class GemmConsumer {
       Pending pending[2];
       begin(pending[0], 0);
       uint32_t i = 0;
+      if constexpr (kFours) {
+        if (along_k_) i = multiply_fours(sums, pending, count);
+      }
       for (; i + 2 < count; i += 2) {
         begin(pending[1], i + 1);
         ptx::wgmma_wait<kReps>();
@@ -213,6 +216,76 @@ class GemmConsumer {
         end(sums, pending[0], i);
       }
     }
+  }
+
+  // Four blocks of k whose scales come together, in neighbouring stages.
+  struct Four {
+    uint32_t stage, scales, columns;
+    Operands operands;
+  };
+  static constexpr bool kFours = Tile::kBlockScales && Tile::kStages % Tile::kScaleBlocks == 0;
+
+  // All but the last blocks by four at a time: few sums take fewer instructions than finding the
+  // place of every block does. The products of block 0 are under way, and then those of the block
+  // whose number it gives.
+  __device__ __forceinline__ uint32_t multiply_fours(Sums& sums, Pending (&pending)[2],
+                                                     uint32_t count) {
+    uint32_t i = 0;
+    if ((ring_.stage - 1) % Tile::kScaleBlocks != 0) return i;
+    Four four = {ring_.stage - 1, scales_, column_scales_, operands(ring_.stage - 1)};
+    four_phase_ = ring_.phase;
+    for (; i + Tile::kScaleBlocks < count; i += Tile::kScaleBlocks) {
+#pragma unroll
+      for (int at = 0; at < Tile::kScaleBlocks - 1; ++at) {
+        begin(pending[(at + 1) % 2], four, at + 1);
+        ptx::wgmma_wait<kReps>();
+        end(sums, pending[at % 2], four, at);
+      }
+      const Four last = four;
+      four = next_four(four);
+      begin(pending[0], four, 0);
+      ptx::wgmma_wait<kReps>();
+      end(sums, pending[1], last, Tile::kScaleBlocks - 1);
+    }
+    ring_.stage = four.stage + 1;
+    ring_.phase = four_phase_;
+    pending[0].stage = four.stage;
+    return i;
+  }
+
+  // Waits for the scales of the next four blocks.
+  __device__ __forceinline__ Four next_four(const Four& four) {
+    await_scales(0);
+    uint32_t stage = four.stage + Tile::kScaleBlocks;
+    if (stage == Tile::kStages) {
+      stage = 0;
+      four_phase_ ^= 1;
+    }
+    return {stage, scales_, column_scales_, operands(stage)};
+  }
+
+  __device__ __forceinline__ void begin(Pending& pending, const Four& four, int at) const {
+    ptx::mbarrier_wait_soon(full(four.stage) + at * 8, four_phase_);
+    if constexpr (Tile::kGathers) ptx::async_proxy_fence();  // as in await_stage()
+    const Operands operands = {ptx::wgmma_advance(four.operands.left, at * Tile::kStageBytes),
+                               ptx::wgmma_advance(four.operands.right, at * Tile::kStageBytes)};
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) {
+      pending.scales[rep] = load_scales(rep, 0, four.scales + at * 4,
+                                        four.columns + at * Tile::kColumnScaleBytes, 16);
+      start(pending.products[rep], operands, rep, 0);
+    }
+  }
+
+  __device__ __forceinline__ void end(Sums& sums, Pending& pending, const Four& four, int at) {
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) ptx::wgmma_done(pending.products[rep]);
+    release(four.stage + at);
+#pragma unroll
+    for (int rep = 0; rep < kReps; ++rep) {
+      promote(sums[rep], 0, pending.products[rep], pending.scales[rep]);
+    }
+    if (at == Tile::kScaleBlocks - 1) release_scales(at);
   }
 
   template <int kCount>
@@ -313,10 +386,15 @@ class GemmConsumer {
   }
 
   __device__ __forceinline__ StageScales load_scales(int rep, int part) const {
+    return load_scales(rep, part, scales_, column_scales_, along_k_ ? 16 : 4);
+  }
+
+  // Scales of a block: of rows, `row_step` bytes apart, and of columns.
+  __device__ __forceinline__ StageScales load_scales(int rep, int part, uint32_t rows,
+                                                     uint32_t columns, uint32_t row_step) const {
     StageScales scales;
     if constexpr (Tile::kBlockScales) {
       constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
-      const uint32_t rows = scales_, columns = column_scales_, row_step = along_k_ ? 16 : 4;
       const int first = (warpgroup_idx_ * kReps + rep) * 64;
       const int low = first + warp_idx_ * 16 + lane_idx_ / 4;
       if constexpr (Tile::kSwap && Tile::kScale == GemmScale::group) {
@@ -406,6 +484,7 @@ class GemmConsumer {
   uint64_t left_, right_;
   int warpgroup_idx_, warp_idx_, lane_idx_;
   GemmRing<Tile::kStages> ring_;
+  uint32_t four_phase_ = 0;
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
   // Scales of the latest block; a row's four blocks are neighbours, or a block's rows.
   uint32_t scales_ = 0, column_scales_ = 0;

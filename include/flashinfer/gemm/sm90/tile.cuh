@@ -84,7 +84,6 @@ struct GemmTile : Config {
     return tiles % splits == 0 ? splits : owners(tiles, splits - 1);
   }
   // Groups of eight right rows that each CTA of a split product adds up and stores.
-  static_assert(kSplits == 1 || kSwap, "split products have few rows");
   static constexpr int kOwnedTiles = kTiles / owners(kTiles, kSplits);
   static constexpr int kPartialBytes =
       kSplits > 1 ? kSplits * kReps * kOwnedTiles * kConsumerThreads * 16 : 0;
@@ -134,7 +133,11 @@ struct GemmTile : Config {
   }
   // With two buffers a warpgroup fills one while the other is stored, but a stage is worth more.
   static constexpr int kStoreBuffers = fitting_stages(2) == fitting_stages(1) ? 2 : 1;
-  static constexpr int kStages = fitting_stages(kStoreBuffers);
+  static constexpr int kFitting = fitting_stages(kStoreBuffers);
+  // Consumers of few sums take the stages of four blocks whose scales come together.
+  static constexpr int kStages = kBlockScales && kFitting >= 2 * kScaleBlocks
+                                     ? kFitting / kScaleBlocks * kScaleBlocks
+                                     : kFitting;
   static_assert(kStages >= 2, "two stages do not fit");
 
   static constexpr int kOffsetStore = kStages * kStageBytes;
