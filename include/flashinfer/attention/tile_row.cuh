@@ -5,6 +5,9 @@
 // for starting it, but for the first one. The row is cut into one share of equal cost per column. A
 // tile's pieces lie in consecutive columns, so that each piece follows from the tile and the
 // column. Its slot is c + m for column c, where m numbers the merges.
+//
+// A few plain requests are cut into equal parts instead, with columns of their own, if that leaves
+// no column more to do: requests of one length then end together, whole where columns suffice.
 #pragma once
 
 #include <cstdint>
@@ -85,19 +88,28 @@ __device__ __forceinline__ PlannedTile read_planned_tile(const DevicePlanParams&
 // The columns that a tile lies in, and where it is cut.
 struct TileColumns {
   static constexpr int kLeastPiece = 2;  // KV tiles
-  int start, num_tiles, share, first, last;
+  int start, num_tiles, share, first, last, least = kLeastPiece;
+
+  // A tile in columns first ... last that it has for itself: `share` KV tiles in each, and what is
+  // left in the last one.
+  __device__ __forceinline__ static TileColumns own(int num_tiles, int share, int first, int last) {
+    return {first * share, num_tiles, share, first, last, 1};
+  }
 
   // `start`: where the tile's KV tiles begin in the row.
+  __device__ __forceinline__ TileColumns(int start, int num_tiles, int share, int first, int last,
+                                         int least)
+      : start(start), num_tiles(num_tiles), share(share), first(first), last(last), least(least) {}
   __device__ __forceinline__ TileColumns(int start, int num_tiles, int share)
       : start(start), num_tiles(num_tiles), share(share) {
     const float reciprocal = __fdividef(1.f, static_cast<float>(share));
-    first = column_of(max(start - 1, 0), reciprocal);
-    last = column_of(max(start + num_tiles - 1, 0), reciprocal);
+    first = quotient(max(start - 1, 0), share, reciprocal);
+    last = quotient(max(start + num_tiles - 1, 0), share, reciprocal);
     if (first < last && cut(first + 1) == 0) ++first;
     if (first < last && cut(last) == num_tiles) --last;
   }
-  // Columns are so few that the quotient is one off at most.
-  __device__ __forceinline__ int column_of(int tiles, float reciprocal) const {
+  // tiles / share. Columns are so few that the quotient is one off at most.
+  __device__ __forceinline__ static int quotient(int tiles, int share, float reciprocal) {
     const int column = static_cast<int>(static_cast<float>(tiles) * reciprocal);
     const int rest = tiles - column * share;
     return column + (rest >= share ? 1 : 0) - (rest < 0 ? 1 : 0);
@@ -105,8 +117,8 @@ struct TileColumns {
   // KV tiles before `column`. Pieces that are hardly worth a start go to their neighbours.
   __device__ __forceinline__ int cut(int column) const {
     const int tiles = column * share - start;
-    if (tiles < kLeastPiece) return 0;
-    return tiles > num_tiles - kLeastPiece ? num_tiles : tiles;
+    if (tiles < least) return 0;
+    return tiles > num_tiles - least ? num_tiles : tiles;
   }
 };
 
@@ -160,6 +172,9 @@ class TileRow {
     const int length = __shfl_sync(0xffffffffu, sum.cost, lanes - 1) - 1;
     const int share = params.by_columns.divide(max(length, 0) + params.num_columns - 1);
     totals.share = max(share, kLeastShare);
+    if (is_by_lanes() && totals.num_tiles <= params.num_columns) {
+      cut_evenly(max(length, 0) + 1 - totals.num_tiles, lanes);
+    }
   }
 
   // The tile in which the column begins.
@@ -199,6 +214,7 @@ class TileRow {
     return {static_cast<int>(threadIdx.x % 32), before_.tiles, before_.cost};
   }
   __device__ __forceinline__ TileColumns own_columns() const {
+    if (is_even_) return TileColumns::own(own_.cost - 1, totals.share, first_, last_);
     TileColumns in(before_.cost, own_.cost - 1, totals.share);
     if (own_.cost == 0) in.first = 1, in.last = 0;
     return in;
@@ -214,6 +230,30 @@ class TileRow {
       cost += more;
     }
   };
+
+  // Looks for the least part for which the columns suffice, all of which have at most one. The row's
+  // longest columns are as long as its share and one more start.
+  __device__ __forceinline__ void cut_evenly(int kv_tiles, int lanes) {
+    const int columns = params_.num_columns, lane_idx = threadIdx.x % 32;
+    int part = params_.by_columns.divide(kv_tiles + columns - 1);
+    part = max(part, TileColumns::kLeastPiece);
+#pragma unroll 1
+    for (; part <= totals.share + 1; ++part) {
+      const float reciprocal = __fdividef(1.f, static_cast<float>(part));
+      const int before_last = TileColumns::quotient(max(own_.cost - 2, 0), part, reciprocal);
+      const int parts = own_.cost > 0 ? before_last + 1 : 0;
+      int sum = parts;
+      for (int distance = 1; distance < lanes; distance *= 2) {
+        const int more = __shfl_up_sync(0xffffffffu, sum, distance);
+        if (lane_idx >= distance) sum += more;
+      }
+      if (__shfl_sync(0xffffffffu, sum, lanes - 1) > columns) continue;
+      is_even_ = true;
+      totals.share = part;
+      first_ = sum - parts, last_ = sum - 1;
+      return;
+    }
+  }
 
   // The first tile of the lane that `has` it for which is_it(sum of what is before it, its cost).
   template <typename Test>
@@ -242,6 +282,8 @@ class TileRow {
   PlannedTile kept_ = {};  // the lane's last tile
   Sum own_, before_;
   int per_lane_;
+  bool is_even_ = false;  // tiles have columns of their own, the lane's tile these:
+  int first_ = 1, last_ = 0;
 };
 
 // The items of a column, one after the other.
