@@ -231,8 +231,8 @@ class TileRow {
     }
   };
 
-  // Looks for the least part for which the columns suffice, all of which have at most one. The row's
-  // longest columns are as long as its share and one more start.
+  // Looks for the least part for which the columns suffice, all of which have at most one. The
+  // row's longest columns are as long as its share and one more start.
   __device__ __forceinline__ void cut_evenly(int kv_tiles, int lanes) {
     const int columns = params_.num_columns, lane_idx = threadIdx.x % 32;
     int part = params_.by_columns.divide(kv_tiles + columns - 1);
