@@ -145,10 +145,25 @@ struct RowTotals {
   }
 };
 
+// Whether no lane of a warp has more than one tile, each of a plain request.
+__device__ __forceinline__ bool all_by_lanes(const DevicePlanParams& params) {
+  return params.plain_rows > 0 && params.batch_size <= 32;
+}
+
+// Then, the length of the lane's request. It may be read while an earlier grid still writes it, as
+// a guess, and so comes from L2 each time.
+__device__ __forceinline__ int lane_length(const DevicePlanParams& params) {
+  const int lane_idx = threadIdx.x % 32;
+  const volatile int32_t* const lengths = params.kv_len;
+  return lane_idx < params.batch_size ? lengths[lane_idx] : 0;
+}
+
 // The row, as the lanes of a warp know it: each lane has some tiles that follow each other.
 class TileRow {
  public:
-  __device__ __forceinline__ explicit TileRow(const DevicePlanParams& params) : params_(params) {
+  // `own_length`: of the lane's request where all_by_lanes(), as lane_length() has read it.
+  __device__ __forceinline__ TileRow(const DevicePlanParams& params, int own_length)
+      : params_(&params) {
     constexpr int kLeastShare = 4;  // KV tiles; with less, merging costs more than a part saves
     const int lane_idx = threadIdx.x % 32;
     totals.most = params.batch_size * static_cast<int>(params.tiles_per_request.divisor);
@@ -157,7 +172,8 @@ class TileRow {
     const int begin = lane_idx * per_lane_, end = min(begin + per_lane_, totals.most);
 #pragma unroll 1
     for (int index = begin; index < end; ++index) {
-      kept_ = read_planned_tile(params, index);
+      kept_ = all_by_lanes(params) ? plain_tile(params, index, own_length)
+                                   : read_planned_tile(params, index);
       own_.add(kept_.cost());
     }
     const int lanes = min(totals.most, 32);
@@ -191,10 +207,10 @@ class TileRow {
 
   // Tile `index`, which all lanes ask for. Where no lane has two, it is not read again.
   __device__ __forceinline__ PlannedTile read(int index) const {
-    if (per_lane_ > 1) return read_planned_tile(params_, index);
+    if (per_lane_ > 1) return read_planned_tile(*params_, index);
     PlannedTile tile;
     const auto from = [&](int value) { return __shfl_sync(0xffffffffu, value, index); };
-    if (params_.plain_rows > 0) return plain_tile(params_, index, from(kept_.kv_len));
+    if (params_->plain_rows > 0) return plain_tile(*params_, index, from(kept_.kv_len));
     tile.request = from(kept_.request);
     tile.qo_begin = from(kept_.qo_begin), tile.qo_len = from(kept_.qo_len);
     tile.kv_base = from(kept_.kv_base), tile.kv_len = from(kept_.kv_len);
@@ -205,9 +221,7 @@ class TileRow {
 
   // Whether a lane has no more than one tile, of a plain request: its own place in the row then
   // says all about it, and no lane asks another.
-  __device__ __forceinline__ bool is_by_lanes() const {
-    return params_.plain_rows > 0 && per_lane_ == 1;
-  }
+  __device__ __forceinline__ bool is_by_lanes() const { return all_by_lanes(*params_); }
   // Then the lane's tile, and its columns; those of a lane without a tile hold no column.
   __device__ __forceinline__ const PlannedTile& own_tile() const { return kept_; }
   __device__ __forceinline__ PlacedTile own_place() const {
@@ -234,8 +248,8 @@ class TileRow {
   // Looks for the least part for which the columns suffice, all of which have at most one. The
   // row's longest columns are as long as its share and one more start.
   __device__ __forceinline__ void cut_evenly(int kv_tiles, int lanes) {
-    const int columns = params_.num_columns, lane_idx = threadIdx.x % 32;
-    int part = params_.by_columns.divide(kv_tiles + columns - 1);
+    const int columns = params_->num_columns, lane_idx = threadIdx.x % 32;
+    int part = params_->by_columns.divide(kv_tiles + columns - 1);
     part = max(part, TileColumns::kLeastPiece);
 #pragma unroll 1
     for (; part <= totals.share + 1; ++part) {
@@ -266,7 +280,7 @@ class TileRow {
       int index = threadIdx.x % 32 * per_lane_;
 #pragma unroll 1
       for (; per_lane_ > 1; ++index) {
-        const int cost = read_planned_tile(params_, index).cost();
+        const int cost = read_planned_tile(*params_, index).cost();
         if (cost > 0 && is_it(sum, cost)) break;
         sum.add(cost);
       }
@@ -278,7 +292,7 @@ class TileRow {
             __shfl_sync(0xffffffffu, found.start, lane)};
   }
 
-  const DevicePlanParams& params_;
+  const DevicePlanParams* params_;
   PlannedTile kept_ = {};  // the lane's last tile
   Sum own_, before_;
   int per_lane_;
@@ -291,7 +305,7 @@ class ColumnItems {
  public:
   __device__ __forceinline__ ColumnItems(const DevicePlanParams& params, const TileRow& row,
                                          int column)
-      : params_(params), row_(row), column_(column), totals_(row.totals), in_(row.own_columns()) {
+      : params_(&params), row_(row), column_(column), totals_(row.totals), in_(row.own_columns()) {
     if (row.is_by_lanes()) {
       lanes_ = __ballot_sync(0xffffffffu, in_.first <= column && column <= in_.last);
     } else {
@@ -352,16 +366,16 @@ class ColumnItems {
     if (in.first < column_) item.kv_begin += in.cut(column_) * kTileKV;
     if (column_ < in.last) item.kv_end = tile.kv_begin + in.cut(column_ + 1) * kTileKV;
     const bool is_split = in.first < in.last;
-    item.partial_slot = is_split ? column_ + totals_.merge_of(params_, placed, in) : -1;
+    item.partial_slot = is_split ? column_ + totals_.merge_of(*params_, placed, in) : -1;
     item.next = -1;
     item.lists_taken = 0;
   }
 
-  const DevicePlanParams& params_;
-  const TileRow row_;
-  const int column_;
-  const RowTotals totals_;
-  const TileColumns in_;  // of the lane's tile
+  const DevicePlanParams* params_;
+  TileRow row_;
+  int column_;
+  RowTotals totals_;
+  TileColumns in_;        // of the lane's tile
   uint32_t lanes_ = 0;    // whose tiles follow, by lanes
   PlacedTile next_ = {};  // otherwise
   int owner_ = 0;
@@ -369,7 +383,7 @@ class ColumnItems {
 
 // Merge `number`; without rows if there is nothing to merge.
 __device__ __forceinline__ MergeItem find_merge(const DevicePlanParams& params, int number) {
-  const TileRow row(params);
+  const TileRow row(params, all_by_lanes(params) ? lane_length(params) : 0);
   const RowTotals& totals = row.totals;
   MergeItem merge = {};
   if (row.is_by_lanes()) {

@@ -335,32 +335,66 @@ __device__ __forceinline__ AttentionProfile<Params> warp_profile(const Params& p
 
 // Processes the items of a column by lengths in device memory. The first warp's view of
 // them counts, so that barriers do not depend on what several warps read.
+//
+// Few plain requests are divided before the wait for earlier grids, by the lengths that there are:
+// these seldom change between launches. If they did, the work is divided again. CTAs of the merge
+// do the same beside these, if no further CTA waits for their place.
 template <typename Traits, typename Params>
 __device__ __forceinline__ void process_column(const Params& params, int column, uint32_t kv_head,
                                                char* shared) {
   WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
-  ColumnItems items(params.lengths, TileRow(params.lengths), column);
+  const DevicePlanParams& lengths = params.lengths;
+  const bool guesses = all_by_lanes(lengths);
+  if (!guesses) ptx::grid_dependency_wait();
+  int length = guesses ? lane_length(lengths) : 0;
+  ColumnItems items(lengths, TileRow(lengths, length), column);
+  WorkItem item;
+  int number;
+  const auto find = [&] {
+    if (!items.next(item, number)) item.request = -1;
+    item.next = items.may_have_next() ? 0 : -1;
+  };
+  if (threadIdx.x < 32) find();
+  if (guesses) {
+    const int32_t* const pages = params.tensors[0].kv_indices;
+    const bool has_page = threadIdx.x == items.owner() && item.request >= 0 && pages != nullptr &&
+                          item.kv_begin < item.kv_end;
+    const int32_t* const first_page =
+        has_page ? pages + item.kv_base + params.page_size.divide(item.kv_begin) : nullptr;
+    if (has_page) ptx::prefetch_l2(first_page);
+    ptx::grid_dependency_wait();
+    if (Traits::Tile::kNumOutputParts == 1 && lengths.run_at_once) ptx::grid_launch_dependents();
+    const int now = lane_length(lengths);
+    if (has_page) ptx::touch(first_page);  // beside the length
+    if (__any_sync(0xffffffffu, now != length)) {
+      items = ColumnItems(lengths, TileRow(lengths, now), column);
+      if (threadIdx.x < 32) find();
+    }
+  }
   AttentionProfile<Params> profile = warp_profile(params);
   while (true) {
-    if (threadIdx.x < 32) {
-      WorkItem item;
-      int number;
-      if (!items.next(item, number)) item.request = -1;
-      item.next = items.may_have_next() ? 0 : -1;
-      if (threadIdx.x == items.owner()) shared_item = item;
-    }
+    if (threadIdx.x < 32 && threadIdx.x == items.owner()) shared_item = item;
     __syncthreads();
-    const WorkItem item = shared_item;
-    if (item.request < 0) return;
-    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared, profile).run();
-    if (item.next < 0) return;
+    const WorkItem shared_copy = shared_item;
+    if (shared_copy.request < 0) return;
+    TileWorker<Traits, Params>(params, params.tensors[0], shared_copy, kv_head, shared, profile)
+        .run();
+    if (shared_copy.next < 0) return;
+    if (threadIdx.x < 32) find();
     __syncthreads();  // the next item reuses the shared memory
   }
 }
 
+// Dividing a batch by lengths takes more registers than a tile does: they leave room for four CTAs
+// where shared memory does.
+template <typename Tile, typename Params>
+inline constexpr int kLeastCtas =
+    Params::kReadsLengths && 4 * Tile::shared_bytes(90) <= max_shared_bytes(90) ? 4
+                                                                                : Tile::kLeastCtas;
+
 // `Second` holds the traits of items of kind 1, or is void if there are none.
 template <typename First, typename Second, typename Params>
-__global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
+__global__ void __launch_bounds__(kAttentionThreads, kLeastCtas<typename First::Tile, Params>)
     attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char shared[];
   constexpr bool kHeadsFastest = First::Tile::kSplitKV;
@@ -370,7 +404,6 @@ __global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
   const uint32_t kv_head = kHeadsFastest ? inner : outer;
   if constexpr (Params::kReadsLengths) {
     prefetch_tables(params);
-    ptx::grid_dependency_wait();
     return process_column<First>(params, outer, kv_head, shared);
   }
   // The plan was written by a copy, which every later grid waits for, with or without PDL. An

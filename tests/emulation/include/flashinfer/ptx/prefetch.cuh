@@ -4,5 +4,6 @@
 namespace flashinfer::ptx {
 
 inline void prefetch_l2(const void*) {}
+inline void touch(const int32_t*) {}
 
 }  // namespace flashinfer::ptx
