@@ -344,6 +344,13 @@ class ColumnItems {
     return false;
   }
 
+  // By lanes, the next item of these lanes; a later object goes on with those that are left.
+  __device__ __forceinline__ bool next_of(uint32_t lanes, WorkItem& item, int& number) {
+    lanes_ &= lanes;
+    return next(item, number);
+  }
+  __device__ __forceinline__ uint32_t lanes_left() const { return lanes_; }
+
   // If not, there is no further item.
   __device__ __forceinline__ bool may_have_next() const {
     if (row_.is_by_lanes()) return lanes_ != 0;

@@ -335,53 +335,88 @@ __device__ __forceinline__ AttentionProfile<Params> warp_profile(const Params& p
 
 // Processes the items of a column by lengths in device memory. The first warp's view of
 // them counts, so that barriers do not depend on what several warps read.
-//
-// Few plain requests are divided before the wait for earlier grids, by the lengths that there are:
-// these seldom change between launches. If they did, the work is divided again. CTAs of the merge
-// do the same beside these, if no further CTA waits for their place.
 template <typename Traits, typename Params>
 __device__ __forceinline__ void process_column(const Params& params, int column, uint32_t kv_head,
                                                char* shared) {
   WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
+  ptx::grid_dependency_wait();
+  ColumnItems items(params.lengths, TileRow(params.lengths, 0), column);
+  AttentionProfile<Params> profile = warp_profile(params);
+  while (true) {
+    if (threadIdx.x < 32) {
+      WorkItem item;
+      int number;
+      if (!items.next(item, number)) item.request = -1;
+      item.next = items.may_have_next() ? 0 : -1;
+      if (threadIdx.x == items.owner()) shared_item = item;
+    }
+    __syncthreads();
+    const WorkItem item = shared_item;
+    if (item.request < 0) return;
+    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared, profile).run();
+    if (item.next < 0) return;
+    __syncthreads();  // the next item reuses the shared memory
+  }
+}
+
+// The same, of few plain requests. They are divided before the wait for earlier grids, by the
+// lengths that there are: these seldom change between launches. If they did, the work is divided
+// again. CTAs of the merge do so beside these, if no further CTA waits for their place.
+template <typename Traits, typename Params>
+__device__ __forceinline__ void process_column_of_few(const Params& params, int column,
+                                                      uint32_t kv_head, char* shared) {
+  WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
   const DevicePlanParams& lengths = params.lengths;
-  const bool guesses = all_by_lanes(lengths);
-  if (!guesses) ptx::grid_dependency_wait();
-  int length = guesses ? lane_length(lengths) : 0;
-  ColumnItems items(lengths, TileRow(lengths, length), column);
-  WorkItem item;
-  int number;
-  const auto find = [&] {
-    if (!items.next(item, number)) item.request = -1;
-    item.next = items.may_have_next() ? 0 : -1;
-  };
-  if (threadIdx.x < 32) find();
-  if (guesses) {
-    const int32_t* const pages = params.tensors[0].kv_indices;
-    const bool has_page = threadIdx.x == items.owner() && item.request >= 0 && pages != nullptr &&
-                          item.kv_begin < item.kv_end;
-    const int32_t* const first_page =
-        has_page ? pages + item.kv_base + params.page_size.divide(item.kv_begin) : nullptr;
-    if (has_page) ptx::prefetch_l2(first_page);
+  const auto wait = [&] {
     ptx::grid_dependency_wait();
     if (Traits::Tile::kNumOutputParts == 1 && lengths.run_at_once) ptx::grid_launch_dependents();
-    const int now = lane_length(lengths);
-    if (has_page) ptx::touch(first_page);  // beside the length
-    if (__any_sync(0xffffffffu, now != length)) {
-      items = ColumnItems(lengths, TileRow(lengths, now), column);
-      if (threadIdx.x < 32) find();
+  };
+  uint32_t left = 0xffffffffu;  // lanes whose requests follow, in the first warp
+  // Puts the next item where all warps find it. Little is kept from item to item: most columns have
+  // one.
+  const auto find = [&](int length, bool waits) {
+    while (true) {
+      ColumnItems items(lengths, TileRow(lengths, length), column);
+      WorkItem item;
+      int number;
+      if (!items.next_of(left, item, number)) item.request = -1;
+      const bool is_owner = threadIdx.x == items.owner();
+      if (waits) {
+        const int32_t* const pages = params.tensors[0].kv_indices;
+        const bool has_page =
+            is_owner && item.request >= 0 && pages != nullptr && item.kv_begin < item.kv_end;
+        const int32_t* const first_page =
+            has_page ? pages + item.kv_base + params.page_size.divide(item.kv_begin) : nullptr;
+        if (has_page) ptx::prefetch_l2(first_page);
+        wait();
+        waits = false;
+        const int now = lane_length(lengths);
+        if (has_page) ptx::touch(first_page);  // beside the length
+        if (__any_sync(0xffffffffu, now != length)) {
+          length = now;
+          continue;
+        }
+      }
+      left = items.lanes_left();
+      item.next = left != 0 ? 0 : -1;
+      if (is_owner) shared_item = item;
+      return;
     }
+  };
+  if (threadIdx.x < 32) {
+    find(lane_length(lengths), true);
+  } else {
+    wait();
   }
   AttentionProfile<Params> profile = warp_profile(params);
   while (true) {
-    if (threadIdx.x < 32 && threadIdx.x == items.owner()) shared_item = item;
     __syncthreads();
-    const WorkItem shared_copy = shared_item;
-    if (shared_copy.request < 0) return;
-    TileWorker<Traits, Params>(params, params.tensors[0], shared_copy, kv_head, shared, profile)
-        .run();
-    if (shared_copy.next < 0) return;
-    if (threadIdx.x < 32) find();
+    const WorkItem item = shared_item;
+    if (item.request < 0) return;
+    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared, profile).run();
+    if (item.next < 0) return;
     __syncthreads();  // the next item reuses the shared memory
+    if (threadIdx.x < 32) find(lane_length(lengths), false);
   }
 }
 
@@ -404,6 +439,9 @@ __global__ void __launch_bounds__(kAttentionThreads, kLeastCtas<typename First::
   const uint32_t kv_head = kHeadsFastest ? inner : outer;
   if constexpr (Params::kReadsLengths) {
     prefetch_tables(params);
+    if (all_by_lanes(params.lengths)) {
+      return process_column_of_few<First>(params, outer, kv_head, shared);
+    }
     return process_column<First>(params, outer, kv_head, shared);
   }
   // The plan was written by a copy, which every later grid waits for, with or without PDL. An
