@@ -9,12 +9,6 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Brings one line to the L1 cache as well: a load whose result nobody waits for. It must come after
-// grid_dependency_wait, as later loads are served from there.
-__device__ __forceinline__ void touch(const int32_t* address) {
-  asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(address));
-}
-
 // Prefetches a stretch of memory into L2 (cp.async.bulk.prefetch.L2, sm_90; does nothing on older
 // architectures). Address and size must be multiples of 16.
 __device__ __forceinline__ void prefetch_bulk_l2(const void* address, uint32_t bytes) {

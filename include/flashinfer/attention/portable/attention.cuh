@@ -176,6 +176,11 @@ class TileWorker {
       if constexpr (kLocatesEarly) loader.locate_tile();
       fetch(tile, tile, std::true_type());
     }
+    if constexpr (Params::kReadsLengths) {
+      // CTAs of the merge divide the work, too, meanwhile, if no further CTA waits for their place;
+      // not before the first keys are on their way.
+      if (Tile::kNumOutputParts == 1 && params_.lengths.run_at_once) ptx::grid_launch_dependents();
+    }
     QueryFragments<Tile> query;
     profile_.begin(AttentionEvent::kQuery);
     ptx::cp_async_wait<kAhead - 1>();
@@ -361,16 +366,12 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
 
 // The same, of few plain requests. They are divided before the wait for earlier grids, by the
 // lengths that there are: these seldom change between launches. If they did, the work is divided
-// again. CTAs of the merge do so beside these, if no further CTA waits for their place.
+// again.
 template <typename Traits, typename Params>
 __device__ __forceinline__ void process_column_of_few(const Params& params, int column,
                                                       uint32_t kv_head, char* shared) {
   WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
   const DevicePlanParams& lengths = params.lengths;
-  const auto wait = [&] {
-    ptx::grid_dependency_wait();
-    if (Traits::Tile::kNumOutputParts == 1 && lengths.run_at_once) ptx::grid_launch_dependents();
-  };
   uint32_t left = 0xffffffffu;  // lanes whose requests follow, in the first warp
   // Puts the next item where all warps find it. Little is kept from item to item: most columns have
   // one.
@@ -383,15 +384,12 @@ __device__ __forceinline__ void process_column_of_few(const Params& params, int 
       const bool is_owner = threadIdx.x == items.owner();
       if (waits) {
         const int32_t* const pages = params.tensors[0].kv_indices;
-        const bool has_page =
-            is_owner && item.request >= 0 && pages != nullptr && item.kv_begin < item.kv_end;
-        const int32_t* const first_page =
-            has_page ? pages + item.kv_base + params.page_size.divide(item.kv_begin) : nullptr;
-        if (has_page) ptx::prefetch_l2(first_page);
-        wait();
+        if (is_owner && item.request >= 0 && pages != nullptr && item.kv_begin < item.kv_end) {
+          ptx::prefetch_l2(pages + item.kv_base + params.page_size.divide(item.kv_begin));
+        }
+        ptx::grid_dependency_wait();
         waits = false;
         const int now = lane_length(lengths);
-        if (has_page) ptx::touch(first_page);  // beside the length
         if (__any_sync(0xffffffffu, now != length)) {
           length = now;
           continue;
@@ -406,7 +404,7 @@ __device__ __forceinline__ void process_column_of_few(const Params& params, int 
   if (threadIdx.x < 32) {
     find(lane_length(lengths), true);
   } else {
-    wait();
+    ptx::grid_dependency_wait();
   }
   AttentionProfile<Params> profile = warp_profile(params);
   while (true) {

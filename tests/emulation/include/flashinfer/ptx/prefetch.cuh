@@ -4,6 +4,5 @@
 namespace flashinfer::ptx {
 
 inline void prefetch_l2(const void*) {}
-inline void touch(const int32_t*) {}
 
 }  // namespace flashinfer::ptx
