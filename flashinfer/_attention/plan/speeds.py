@@ -20,9 +20,20 @@ from .spec import AttentionSpec
 from .tiles import hopper_tiles, portable_tiles
 
 _NUM_SMS = 132  # of an H100 and an H200
-MEMORY = (2.5, 4.1e6, 1.4e6, 0.05)
-"""Microseconds until the first keys come; bytes per microsecond of keys and values, and of partial
-results, which are written and read; microseconds per part of a row."""
+_LOOKED_UP = 16  # tokens that the portable kernel finds by one page number
+
+
+class Memory(NamedTuple):
+    """Speeds of memory."""
+
+    first_keys: float  # microseconds until the first keys come
+    dram: float  # bytes per microsecond of queries, keys, values and output
+    partial: float  # bytes per microsecond of partial results, which are written and read
+    per_part: float  # microseconds per part of a row
+    overlap: float  # how sharply the longer of computing and loading alone counts
+
+
+MEMORY = Memory(2.45, 4.32e6, 1.64e6, 0.018, 4.60)
 
 
 class CopySpeed(NamedTuple):
@@ -32,131 +43,238 @@ class CopySpeed(NamedTuple):
     bytes_per_us: float  # read and written
 
 
-COPIES = CopySpeed(3.5, 3.3e6)
+COPIES = CopySpeed(2.4, 4.47e6)
 """Of launches that copy or rotate keys before the attention."""
 ROTATING = 1.5
 """How much longer the portable kernel takes for a prefill that it rotates (at least)."""
-CAPPED = 0.42
-"""By how much a KV tile of 128 rows takes longer with a soft cap, in heads of 128: its work is per
-weight, so that larger heads, whose products take longer, lose less. Smaller tiles wait anyway."""
-STRIDED_QUERIES = 1.4
-"""What `KernelSpeed.further` of the Hopper kernel is more where no box holds a tile's queries, as
-the group does not divide its rows: threads copy them."""
 
 
 class KernelSpeed(NamedTuple):
-    """Speed of the tiles that have one number of rows."""
+    """Speed of the tiles that have one number of rows: ``KernelSpeed`` of the header."""
 
     ctas: int  # on an SM
     start: float  # microseconds
     per_kv_tile: float  # microseconds of a CTA, with as many as fit on the SM
     alone: float  # factor for a CTA whose SM has no other
+    idle: float  # how much faster, in logarithms, one CTA would be than all of them
     merge: float  # microseconds of the launch that merges
-    further: float  # KV tiles that an SM's further tiles take more than the planner counts
+    piece: float  # KV tiles that a tile takes more than the planner counts
+    dram: float  # share of the memory's speed
 
 
-class Widened(NamedTuple):
-    """Changes of the speeds for 16-bit queries over 8-bit keys."""
+class Changes(NamedTuple):
+    """What options of a launch change."""
 
-    few: float  # factor for tiles of 8 and 16 rows, which wait for the keys
-    portable: float  # factor for the portable kernel's larger ones ...
-    portable_start: float  # ... and what these start later
-    hopper: float  # factor for Hopper's, as many keys
-    gathered: float
+    capped: float  # factor for a soft cap
+    widened: float  # factor for 16-bit queries over 8-bit keys ...
+    widened_start: float  # ... and what a launch of these starts later
+    small_pages: float  # factor for pages whose rows are not looked up 16 at a time ...
+    small_pages_start: float  # ... and what a launch starts later
+
+
+class TileSpeed(NamedTuple):
+    """Speed of tiles, and what changes it."""
+
+    speed: KernelSpeed
+    changes: Changes
 
 
 class Speeds(NamedTuple):
     """Speeds of the kernels for one pair of head sizes."""
 
-    tiles: dict[int, KernelSpeed]  # of the portable kernel, by rows
-    hopper: KernelSpeed
-    gathered: float  # factor for pages that threads copy instead of TMA
-    widened: Widened
-    # Launches with a second tile, by rows of the first, per KV tile of that. With 64 rows it is 0.7
-    # of the time with 128, but for heads of 256, which have no larger tile and were fitted.
-    second: dict[int, KernelSpeed]
+    tiles: dict[int, TileSpeed]  # of the portable kernel, by rows
+    hopper: TileSpeed
+    gathered: float  # factor for pages that threads copy instead of TMA ...
+    gathered_widened: float  # ... of 8-bit keys
+    # What `piece` of the Hopper kernel is more where no box holds a tile's queries, as the group
+    # does not divide its rows: threads copy them.
+    strided_queries: float
+    # Launches with a second tile, by rows of the first, per KV tile of that.
+    second: dict[int, TileSpeed]
 
 
 SPEEDS = {
     (64, 64): Speeds(
         tiles={
-            8: KernelSpeed(4, 0.0, 1.51, 0.71, 0.7, 0.09),
-            16: KernelSpeed(4, 0.97, 1.05, 0.59, 1.44, -0.39),
-            64: KernelSpeed(4, 0.18, 1.57, 0.72, 5.75, 1.01),
-            128: KernelSpeed(2, 0.4, 1.84, 0.76, 1.28, 0.1),
+            8: TileSpeed(
+                KernelSpeed(4, 0.81, 1.56, 0.68, 0.15, 1.54, -0.23, 1.02),
+                Changes(1.01, 1.14, -0.36, 0.97, 0.25),
+            ),
+            16: TileSpeed(
+                KernelSpeed(4, 1.32, 1.06, 0.59, 0.04, 1.53, -0.27, 0.84),
+                Changes(1.0, 1.35, 0.02, 1.01, 0.11),
+            ),
+            64: TileSpeed(
+                KernelSpeed(4, 0.62, 1.91, 0.75, 0.36, 3.67, 0.17, 0.86),
+                Changes(1.09, 1.34, 0.73, 1.05, 0.82),
+            ),
+            128: TileSpeed(
+                KernelSpeed(2, 1.15, 1.99, 0.96, 0.59, 3.41, 0.47, 1.01),
+                Changes(1.26, 1.32, 3.69, 0.97, 0.56),
+            ),
         },
-        hopper=KernelSpeed(1, 3.5, 1.35, 1.0, 2.2, 0.09),
-        gathered=1.93,
-        widened=Widened(1.29, 1.56, 3.07, 1.4, 1.66),
+        hopper=TileSpeed(
+            KernelSpeed(1, 3.67, 1.52, 0.97, 0.13, 2.63, -0.2, 1.05),
+            Changes(1.37, 0.67, -0.21, 1.0, 0.0),
+        ),
+        gathered=1.72,
+        gathered_widened=1.66,
+        strided_queries=0.86,
         second={
-            64: KernelSpeed(2, 0.6, 1.39, 0.82, 2.97, 0.5),
-            128: KernelSpeed(2, 0.6, 1.98, 0.82, 2.97, 0.63),
+            64: TileSpeed(
+                KernelSpeed(2, 0.56, 1.39, 0.82, 0.06, 2.98, 0.19, 0.99),
+                Changes(1.0, 1.56, 3.07, 1.0, 0.0),
+            ),
+            128: TileSpeed(
+                KernelSpeed(2, 0.09, 2.18, 1.14, 0.55, 4.19, 0.1, 1.02),
+                Changes(1.84, 1.56, 3.07, 0.94, -0.08),
+            ),
         },
     ),
     (96, 96): Speeds(
         tiles={
-            8: KernelSpeed(3, 0.05, 1.31, 0.71, 1.32, 0.13),
-            16: KernelSpeed(3, 0.66, 1.28, 0.76, 1.17, -0.13),
-            64: KernelSpeed(3, 0.0, 2.67, 0.66, 1.95, 0.89),
-            128: KernelSpeed(2, 0.86, 2.63, 0.63, 2.48, 0.97),
+            8: TileSpeed(
+                KernelSpeed(3, 0.0, 1.31, 0.71, 0.0, 1.32, 0.13, 1.0),
+                Changes(1.0, 1.2, 0.0, 1.1, 0.0),
+            ),
+            16: TileSpeed(
+                KernelSpeed(3, 0.79, 1.28, 0.76, 0.0, 1.17, -0.13, 1.0),
+                Changes(1.0, 1.2, 0.0, 1.1, 0.0),
+            ),
+            64: TileSpeed(
+                KernelSpeed(3, 0.0, 2.67, 0.66, 0.0, 1.95, 0.89, 1.0),
+                Changes(1.0, 1.05, 0.0, 1.1, 0.0),
+            ),
+            128: TileSpeed(
+                KernelSpeed(2, 0.0, 2.63, 0.63, 0.0, 2.48, 0.97, 1.0),
+                Changes(1.56, 1.05, 0.0, 1.1, 0.0),
+            ),
         },
-        hopper=KernelSpeed(1, 1.68, 1.54, 1.0, 0.83, -0.4),
+        hopper=TileSpeed(
+            KernelSpeed(1, 2.3, 1.54, 1.0, 0.0, 0.83, -0.4, 1.0), Changes(1.56, 0.93, 0.0, 1.0, 0.0)
+        ),
         gathered=1.8,
-        widened=Widened(1.2, 1.05, 0.0, 0.93, 1.54),
+        gathered_widened=1.54,
+        strided_queries=1.4,
         second={
-            64: KernelSpeed(2, 1.53, 1.83, 0.71, 4.0, 0.5),
-            128: KernelSpeed(2, 1.53, 2.62, 0.71, 4.6, -0.21),
+            64: TileSpeed(
+                KernelSpeed(2, 0.88, 1.83, 0.71, 0.0, 4.0, 0.5, 1.0),
+                Changes(1.0, 1.05, 0.0, 1.1, 0.0),
+            ),
+            128: TileSpeed(
+                KernelSpeed(2, 1.92, 2.62, 0.71, 0.0, 4.6, -0.21, 1.0),
+                Changes(1.56, 1.05, 0.0, 1.1, 0.0),
+            ),
         },
     ),
     (128, 128): Speeds(
         tiles={
-            8: KernelSpeed(2, 0.0, 1.39, 0.57, 0.56, -0.22),
-            16: KernelSpeed(2, 0.68, 1.4, 0.51, 0.86, -0.26),
-            64: KernelSpeed(2, 0.05, 2.21, 0.45, 4.34, 0.6),
-            128: KernelSpeed(2, 1.29, 2.75, 0.7, 4.46, 1.1),
+            8: TileSpeed(
+                KernelSpeed(2, 0.59, 1.36, 0.67, 0.05, 1.42, -0.14, 1.11),
+                Changes(0.99, 0.68, 0.3, 1.15, 0.28),
+            ),
+            16: TileSpeed(
+                KernelSpeed(2, 1.35, 1.32, 0.54, 0.1, 1.21, -0.47, 0.99),
+                Changes(1.02, 0.93, 0.87, 1.0, 0.1),
+            ),
+            64: TileSpeed(
+                KernelSpeed(2, 0.78, 2.04, 0.83, 0.15, 3.46, 0.15, 1.01),
+                Changes(0.89, 1.15, 2.36, 1.01, 0.45),
+            ),
+            128: TileSpeed(
+                KernelSpeed(2, 0.32, 2.95, 0.87, 0.29, 4.55, 0.84, 1.08),
+                Changes(1.26, 1.2, 4.6, 1.03, 0.03),
+            ),
         },
-        hopper=KernelSpeed(1, 3.27, 1.43, 1.0, 0.42, -0.98),
-        gathered=2.51,
-        widened=Widened(0.75, 1.25, 3.9, 1.01, 1.49),
+        hopper=TileSpeed(
+            KernelSpeed(1, 4.12, 1.7, 0.96, 0.11, 1.25, -1.0, 1.14),
+            Changes(1.22, 1.04, 0.22, 1.0, 0.0),
+        ),
+        gathered=2.14,
+        gathered_widened=1.57,
+        strided_queries=0.91,
         second={
-            64: KernelSpeed(2, 1.17, 1.43, 0.63, 4.0, 0.5),
-            128: KernelSpeed(2, 1.17, 2.04, 0.63, 6.0, 2.0),
+            64: TileSpeed(
+                KernelSpeed(2, 1.0, 1.34, 0.62, 0.03, 2.79, 0.05, 1.04),
+                Changes(1.0, 1.47, 3.44, 0.97, -0.31),
+            ),
+            128: TileSpeed(
+                KernelSpeed(2, 0.28, 2.78, 0.77, 0.41, 4.18, 0.8, 0.97),
+                Changes(1.42, 1.34, 3.8, 0.98, 0.35),
+            ),
         },
     ),
     (192, 128): Speeds(
         tiles={
-            8: KernelSpeed(1, 0.0, 1.04, 0.95, 0.86, 0.43),
-            16: KernelSpeed(1, 0.95, 1.23, 0.96, 0.94, 0.48),
-            64: KernelSpeed(2, 0.71, 2.8, 0.74, 2.68, 1.42),
-            128: KernelSpeed(1, 1.29, 3.19, 1.02, 0.2, 0.92),
+            8: TileSpeed(
+                KernelSpeed(1, 0.75, 1.0, 0.92, 0.1, 1.41, 0.7, 1.1),
+                Changes(1.0, 0.75, 0.88, 1.03, 0.32),
+            ),
+            16: TileSpeed(
+                KernelSpeed(1, 1.39, 1.19, 0.87, 0.02, 1.32, 0.39, 1.09),
+                Changes(1.0, 0.82, 0.47, 1.01, 0.03),
+            ),
+            64: TileSpeed(
+                KernelSpeed(2, 0.32, 2.82, 0.67, 0.08, 2.75, 0.44, 0.94),
+                Changes(1.0, 1.26, 0.27, 0.98, -0.01),
+            ),
+            128: TileSpeed(
+                KernelSpeed(1, 1.64, 3.12, 0.96, 0.19, 2.32, 0.76, 0.99),
+                Changes(1.34, 0.94, 1.15, 1.07, -0.15),
+            ),
         },
-        hopper=KernelSpeed(1, 2.5, 1.78, 1.0, 1.59, 0.32),
-        gathered=1.53,
-        widened=Widened(0.74, 0.85, 0.0, 1.06, 1.48),
+        hopper=TileSpeed(
+            KernelSpeed(1, 3.21, 2.01, 1.04, 0.22, 1.18, -0.63, 0.97),
+            Changes(1.34, 0.74, 0.06, 1.0, 0.0),
+        ),
+        gathered=2.16,
+        gathered_widened=1.48,
+        strided_queries=0.74,
         second={
-            64: KernelSpeed(1, 1.41, 2.32, 1.01, 0.12, 0.5),
-            128: KernelSpeed(1, 1.41, 3.31, 1.01, 0.12, 0.33),
+            64: TileSpeed(
+                KernelSpeed(1, 0.24, 2.32, 1.01, 0.0, 0.12, 0.5, 1.0),
+                Changes(1.0, 0.85, 0.0, 1.1, 0.0),
+            ),
+            128: TileSpeed(
+                KernelSpeed(1, 0.31, 3.31, 1.01, 0.0, 0.12, 0.33, 1.0),
+                Changes(1.34, 0.85, 0.0, 1.1, 0.0),
+            ),
         },
     ),
     (256, 256): Speeds(
         tiles={
-            8: KernelSpeed(1, 0.0, 1.85, 1.04, 1.03, -1.15),
-            16: KernelSpeed(1, 1.42, 1.27, 0.93, 1.55, -0.12),
-            64: KernelSpeed(1, 0.0, 2.27, 1.13, 2.21, 1.46),
+            8: TileSpeed(
+                KernelSpeed(1, 0.52, 1.49, 0.9, 0.13, 1.22, 0.62, 1.07),
+                Changes(0.95, 0.95, 0.46, 1.02, 0.19),
+            ),
+            16: TileSpeed(
+                KernelSpeed(1, 1.63, 1.42, 0.91, -0.08, 1.39, 0.28, 1.01),
+                Changes(1.01, 0.84, 0.33, 1.02, 0.05),
+            ),
+            64: TileSpeed(
+                KernelSpeed(1, 0.45, 2.36, 0.98, 0.09, 2.37, 0.28, 0.81),
+                Changes(1.11, 0.96, 1.89, 1.01, 0.61),
+            ),
         },
-        hopper=KernelSpeed(1, 3.55, 1.68, 0.89, 0.91, 1.77),
-        gathered=2.23,
-        widened=Widened(1.01, 1.08, 0.04, 1.03, 1.67),
-        second={64: KernelSpeed(1, 0.58, 2.47, 1.02, 6.0, 0.3)},
+        hopper=TileSpeed(
+            KernelSpeed(1, 3.21, 1.66, 0.88, 0.01, 0.54, 0.22, 1.02),
+            Changes(1.07, 1.17, -0.58, 1.0, 0.0),
+        ),
+        gathered=2.14,
+        gathered_widened=1.67,
+        strided_queries=0.83,
+        second={
+            64: TileSpeed(
+                KernelSpeed(1, 0.26, 2.23, 0.97, 0.14, 6.03, 0.47, 0.95),
+                Changes(1.0, 1.08, 0.04, 1.01, 0.1),
+            ),
+        },
     ),
 }
 """By head sizes (qk, vo)."""
 
 
-# Element types of queries and of keys that `SPEEDS` was measured with.
-_MEASURED = (torch.bfloat16, torch.bfloat16)
-
-_UNKNOWN = KernelSpeed(1, 0.0, 0.0, 0.0, 0.0, 0.0)
+_UNKNOWN = KernelSpeed(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 _SPEED_DTYPE = np.dtype(
@@ -178,10 +296,12 @@ MODEL_DTYPE = np.dtype(
         ("head_dim_vo", np.int64),
         ("num_sms", np.int64),
         ("key_bytes", np.int64),
+        ("qo_bytes", np.int64),
         ("first_keys", np.float64),
         ("dram", np.float64),
         ("partial", np.float64),
         ("per_part", np.float64),
+        ("overlap", np.float64),
         ("tile_q_second", np.int64),
         ("portable_tile_kv", np.int64),
         ("portable_piece_tiles", np.int64),
@@ -226,32 +346,27 @@ def kernel_model(
     """
     head_dims = spec.head_dim_qk, spec.head_dim_vo
     speeds = SPEEDS[head_dims] if with_hopper else None
+    widens = is_widened(spec.q_data_type, spec.kv_data_type)
+    capped = spec.logits_soft_cap > 0
     hopper = _UNKNOWN._replace(start=math.inf)
-    few, portable, portable_start, capped = 1.0, 1.0, 0.0, 1.0
     portable_sizes = hopper_sizes = portable_tiles()
     if speeds is not None:
-        widens = is_widened(spec.q_data_type, spec.kv_data_type)
         hopper_sizes = hopper_tiles(spec.q_data_type, spec.kv_data_type, *head_dims)
-        tile_kv = hopper_sizes.tile_kv
-        factor, gathered = 1.0, speeds.gathered
-        if widens:
-            few, portable, portable_start, factor, gathered = speeds.widened
-            factor *= tile_kv / hopper_tiles(*_MEASURED, *head_dims).tile_kv
-        if are_gathered(page_size, tile_kv):
-            factor *= gathered
-        if spec.logits_soft_cap > 0:
-            capped += CAPPED * 256 / sum(head_dims)
-            factor *= capped
-        hopper = _slower(speeds.hopper, factor)
+        hopper = _changed(speeds.hopper, capped, widens)
+        if are_gathered(page_size, hopper_sizes.tile_kv):
+            gathered = speeds.gathered_widened if widens else speeds.gathered
+            hopper = hopper._replace(per_kv_tile=gathered * hopper.per_kv_tile)
         if hopper_tile_q(*head_dims) % spec.group_size:
-            hopper = hopper._replace(further=hopper.further + STRIDED_QUERIES)
+            hopper = hopper._replace(piece=hopper.piece + speeds.strided_queries)
     known, both = (speeds.tiles, speeds.second) if speeds is not None else ({}, {})
     model = np.zeros((), MODEL_DTYPE)
     model["num_kv_heads"], model["group_size"] = spec.num_kv_heads, spec.group_size
     model["head_dim_vo"], model["num_sms"] = spec.head_dim_vo, _NUM_SMS
     bits = 4 if spec.kv_data_type == PACKED_FLOAT4 else 8 * spec.kv_data_type.itemsize
     model["key_bytes"] = sum(head_dims) * bits // 8
-    model["first_keys"], model["dram"], model["partial"], model["per_part"] = MEMORY
+    model["qo_bytes"] = spec.num_qo_heads * sum(head_dims) * spec.q_data_type.itemsize
+    for name, value in zip(MEMORY._fields, MEMORY, strict=True):
+        model[name] = value
     model["tile_q_second"] = tile_q_second
     model["portable_tile_kv"], model["portable_piece_tiles"] = portable_sizes
     model["hopper_tile_q"] = hopper_tile_q(*head_dims)
@@ -260,16 +375,25 @@ def kernel_model(
     rules = tile_rules(spec.tile_head_dim, fixed_split_size)
     model["num_tiles"] = len(rules)
     for tile, rule in zip(model["tiles"], rules, strict=False):
-        speed = known.get(rule.tile_q, _UNKNOWN)
-        more = portable * (capped if rule.tile_q == 128 else 1.0), portable_start
         tile["tile_q"], tile["most_rows"], tile["mean_rows"] = rule
-        tile["speed"] = _slower(speed, *(more if rule.tile_q > 16 else (few, 0.0)))
-        tile["both"] = _slower(both.get(rule.tile_q, _UNKNOWN), *more)
+        for name, speeds_of in (("speed", known), ("both", both)):
+            found = speeds_of.get(rule.tile_q)
+            small = page_size % _LOOKED_UP != 0
+            tile[name] = _UNKNOWN if found is None else _changed(found, capped, widens, small)
     return torch.from_numpy(model[None].view(np.uint8))
 
 
-def _slower(speed: KernelSpeed, factor: float, later: float = 0.0) -> KernelSpeed:
-    return speed._replace(start=speed.start + later, per_kv_tile=factor * speed.per_kv_tile)
+def _changed(tile: TileSpeed, capped: bool, widens: bool, small_pages: bool = False) -> KernelSpeed:
+    factor, later, changes = 1.0, 0.0, tile.changes
+    if capped:
+        factor *= changes.capped
+    if widens:
+        factor, later = factor * changes.widened, later + changes.widened_start
+    if small_pages:
+        factor, later = factor * changes.small_pages, later + changes.small_pages_start
+    speed = tile.speed
+    start = max(speed.start + later, 0.0)
+    return speed._replace(start=start, per_kv_tile=factor * speed.per_kv_tile)
 
 
 def are_gathered(page_size: int, tile_kv: int) -> bool:
