@@ -33,7 +33,7 @@ class Memory(NamedTuple):
     overlap: float  # how sharply the longer of computing and loading alone counts
 
 
-MEMORY = Memory(2.45, 4.32e6, 1.64e6, 0.018, 4.60)
+MEMORY = Memory(2.75, 4.52e6, 1.61e6, 0.023, 3.98)
 
 
 class CopySpeed(NamedTuple):
@@ -43,7 +43,7 @@ class CopySpeed(NamedTuple):
     bytes_per_us: float  # read and written
 
 
-COPIES = CopySpeed(2.4, 4.47e6)
+COPIES = CopySpeed(2.4, 4.49e6)
 """Of launches that copy or rotate keys before the attention."""
 ROTATING = 1.5
 """How much longer the portable kernel takes for a prefill that it rotates (at least)."""
@@ -97,36 +97,36 @@ SPEEDS = {
     (64, 64): Speeds(
         tiles={
             8: TileSpeed(
-                KernelSpeed(4, 0.81, 1.56, 0.68, 0.15, 1.54, -0.23, 1.02),
-                Changes(1.01, 1.14, -0.36, 0.97, 0.25),
+                KernelSpeed(4, 0.77, 1.61, 0.69, 0.09, 1.52, -0.26, 1.05),
+                Changes(1.03, 1.15, -0.35, 0.98, 0.25),
             ),
             16: TileSpeed(
-                KernelSpeed(4, 1.32, 1.06, 0.59, 0.04, 1.53, -0.27, 0.84),
-                Changes(1.0, 1.35, 0.02, 1.01, 0.11),
+                KernelSpeed(4, 1.15, 1.08, 0.59, 0.05, 1.45, -0.27, 0.81),
+                Changes(1.0, 1.35, 0.01, 1.02, 0.1),
             ),
             64: TileSpeed(
-                KernelSpeed(4, 0.62, 1.91, 0.75, 0.36, 3.67, 0.17, 0.86),
-                Changes(1.09, 1.34, 0.73, 1.05, 0.82),
+                KernelSpeed(4, 0.27, 2.02, 0.76, 0.37, 3.83, -0.33, 0.81),
+                Changes(1.06, 1.35, 0.71, 1.07, 0.78),
             ),
             128: TileSpeed(
-                KernelSpeed(2, 1.15, 1.99, 0.96, 0.59, 3.41, 0.47, 1.01),
-                Changes(1.26, 1.32, 3.69, 0.97, 0.56),
+                KernelSpeed(2, 0.64, 1.93, 0.91, 0.4, 3.11, 0.44, 1.03),
+                Changes(1.31, 1.63, 3.52, 0.99, 0.58),
             ),
         },
         hopper=TileSpeed(
-            KernelSpeed(1, 3.67, 1.52, 0.97, 0.13, 2.63, -0.2, 1.05),
-            Changes(1.37, 0.67, -0.21, 1.0, 0.0),
+            KernelSpeed(1, 3.63, 1.47, 0.92, 0.08, 2.42, -0.25, 1.02),
+            Changes(1.45, 0.76, -0.51, 1.0, 0.0),
         ),
-        gathered=1.72,
+        gathered=1.7,
         gathered_widened=1.66,
-        strided_queries=0.86,
+        strided_queries=0.84,
         second={
             64: TileSpeed(
-                KernelSpeed(2, 0.56, 1.39, 0.82, 0.06, 2.98, 0.19, 0.99),
+                KernelSpeed(2, 0.29, 1.36, 0.82, 0.08, 2.89, 0.04, 0.99),
                 Changes(1.0, 1.56, 3.07, 1.0, 0.0),
             ),
             128: TileSpeed(
-                KernelSpeed(2, 0.09, 2.18, 1.14, 0.55, 4.19, 0.1, 1.02),
+                KernelSpeed(2, 0.0, 2.11, 1.22, 0.56, 4.61, 0.3, 1.04),
                 Changes(1.84, 1.56, 3.07, 0.94, -0.08),
             ),
         },
@@ -170,66 +170,66 @@ SPEEDS = {
     (128, 128): Speeds(
         tiles={
             8: TileSpeed(
-                KernelSpeed(2, 0.59, 1.36, 0.67, 0.05, 1.42, -0.14, 1.11),
-                Changes(0.99, 0.68, 0.3, 1.15, 0.28),
+                KernelSpeed(2, 0.0, 1.42, 0.68, -0.08, 1.2, -0.82, 1.04),
+                Changes(0.98, 0.5, 0.2, 1.06, 0.54),
             ),
             16: TileSpeed(
-                KernelSpeed(2, 1.35, 1.32, 0.54, 0.1, 1.21, -0.47, 0.99),
-                Changes(1.02, 0.93, 0.87, 1.0, 0.1),
+                KernelSpeed(2, 0.9, 1.28, 0.54, 0.11, 1.32, -0.78, 0.97),
+                Changes(1.02, 0.86, 1.02, 1.0, 0.14),
             ),
             64: TileSpeed(
-                KernelSpeed(2, 0.78, 2.04, 0.83, 0.15, 3.46, 0.15, 1.01),
-                Changes(0.89, 1.15, 2.36, 1.01, 0.45),
+                KernelSpeed(2, 0.53, 1.94, 0.9, 0.12, 3.61, 0.19, 1.04),
+                Changes(0.86, 1.08, 2.54, 1.1, 0.45),
             ),
             128: TileSpeed(
-                KernelSpeed(2, 0.32, 2.95, 0.87, 0.29, 4.55, 0.84, 1.08),
-                Changes(1.26, 1.2, 4.6, 1.03, 0.03),
+                KernelSpeed(2, 0.27, 2.98, 0.88, 0.29, 4.91, 0.88, 1.21),
+                Changes(1.29, 1.35, 4.76, 1.0, -0.02),
             ),
         },
         hopper=TileSpeed(
-            KernelSpeed(1, 4.12, 1.7, 0.96, 0.11, 1.25, -1.0, 1.14),
-            Changes(1.22, 1.04, 0.22, 1.0, 0.0),
+            KernelSpeed(1, 3.97, 1.66, 0.95, 0.09, 1.01, -1.02, 1.11),
+            Changes(1.16, 0.99, -0.05, 1.0, 0.0),
         ),
-        gathered=2.14,
-        gathered_widened=1.57,
-        strided_queries=0.91,
+        gathered=2.31,
+        gathered_widened=1.56,
+        strided_queries=1.2,
         second={
             64: TileSpeed(
-                KernelSpeed(2, 1.0, 1.34, 0.62, 0.03, 2.79, 0.05, 1.04),
-                Changes(1.0, 1.47, 3.44, 0.97, -0.31),
+                KernelSpeed(2, 0.49, 1.5, 0.65, 0.04, 2.82, -0.38, 0.99),
+                Changes(1.0, 1.51, 3.54, 0.97, -0.37),
             ),
             128: TileSpeed(
-                KernelSpeed(2, 0.28, 2.78, 0.77, 0.41, 4.18, 0.8, 0.97),
-                Changes(1.42, 1.34, 3.8, 0.98, 0.35),
+                KernelSpeed(2, 1.91, 2.59, 0.89, 0.65, 5.44, 0.35, 0.97),
+                Changes(1.42, 1.43, 3.81, 0.94, 0.11),
             ),
         },
     ),
     (192, 128): Speeds(
         tiles={
             8: TileSpeed(
-                KernelSpeed(1, 0.75, 1.0, 0.92, 0.1, 1.41, 0.7, 1.1),
-                Changes(1.0, 0.75, 0.88, 1.03, 0.32),
+                KernelSpeed(1, 0.5, 0.95, 0.94, 0.08, 1.24, 0.72, 1.12),
+                Changes(1.0, 0.75, 0.8, 1.04, 0.33),
             ),
             16: TileSpeed(
-                KernelSpeed(1, 1.39, 1.19, 0.87, 0.02, 1.32, 0.39, 1.09),
-                Changes(1.0, 0.82, 0.47, 1.01, 0.03),
+                KernelSpeed(1, 1.24, 1.1, 0.86, 0.02, 1.17, 0.39, 1.11),
+                Changes(1.0, 0.85, 0.39, 1.01, 0.04),
             ),
             64: TileSpeed(
-                KernelSpeed(2, 0.32, 2.82, 0.67, 0.08, 2.75, 0.44, 0.94),
-                Changes(1.0, 1.26, 0.27, 0.98, -0.01),
+                KernelSpeed(2, 0.34, 2.95, 0.68, 0.1, 2.6, 0.41, 0.91),
+                Changes(1.0, 1.24, 0.22, 0.97, -0.02),
             ),
             128: TileSpeed(
-                KernelSpeed(1, 1.64, 3.12, 0.96, 0.19, 2.32, 0.76, 0.99),
-                Changes(1.34, 0.94, 1.15, 1.07, -0.15),
+                KernelSpeed(1, 1.52, 3.16, 0.97, 0.19, 2.08, 0.74, 0.98),
+                Changes(1.34, 0.98, 0.51, 1.02, -0.11),
             ),
         },
         hopper=TileSpeed(
-            KernelSpeed(1, 3.21, 2.01, 1.04, 0.22, 1.18, -0.63, 0.97),
-            Changes(1.34, 0.74, 0.06, 1.0, 0.0),
+            KernelSpeed(1, 2.71, 1.95, 1.07, 0.2, 0.98, -0.34, 0.99),
+            Changes(1.34, 0.74, -0.06, 1.0, 0.0),
         ),
-        gathered=2.16,
+        gathered=2.33,
         gathered_widened=1.48,
-        strided_queries=0.74,
+        strided_queries=0.93,
         second={
             64: TileSpeed(
                 KernelSpeed(1, 0.24, 2.32, 1.01, 0.0, 0.12, 0.5, 1.0),
@@ -244,29 +244,29 @@ SPEEDS = {
     (256, 256): Speeds(
         tiles={
             8: TileSpeed(
-                KernelSpeed(1, 0.52, 1.49, 0.9, 0.13, 1.22, 0.62, 1.07),
-                Changes(0.95, 0.95, 0.46, 1.02, 0.19),
+                KernelSpeed(1, 0.0, 1.36, 0.88, 0.05, 0.9, 0.77, 1.02),
+                Changes(0.94, 0.94, 0.47, 1.02, 0.17),
             ),
             16: TileSpeed(
-                KernelSpeed(1, 1.63, 1.42, 0.91, -0.08, 1.39, 0.28, 1.01),
-                Changes(1.01, 0.84, 0.33, 1.02, 0.05),
+                KernelSpeed(1, 1.52, 1.43, 0.88, -0.07, 1.33, 0.22, 1.0),
+                Changes(0.97, 0.84, 0.18, 1.02, 0.06),
             ),
             64: TileSpeed(
-                KernelSpeed(1, 0.45, 2.36, 0.98, 0.09, 2.37, 0.28, 0.81),
-                Changes(1.11, 0.96, 1.89, 1.01, 0.61),
+                KernelSpeed(1, 0.27, 2.34, 0.98, 0.08, 2.12, 0.33, 0.84),
+                Changes(1.11, 0.97, 1.58, 1.0, 0.57),
             ),
         },
         hopper=TileSpeed(
-            KernelSpeed(1, 3.21, 1.66, 0.88, 0.01, 0.54, 0.22, 1.02),
-            Changes(1.07, 1.17, -0.58, 1.0, 0.0),
+            KernelSpeed(1, 3.16, 1.64, 0.86, -0.03, 0.45, 0.26, 1.01),
+            Changes(1.08, 1.19, -1.15, 1.0, 0.0),
         ),
-        gathered=2.14,
+        gathered=2.31,
         gathered_widened=1.67,
-        strided_queries=0.83,
+        strided_queries=0.65,
         second={
             64: TileSpeed(
-                KernelSpeed(1, 0.26, 2.23, 0.97, 0.14, 6.03, 0.47, 0.95),
-                Changes(1.0, 1.08, 0.04, 1.01, 0.1),
+                KernelSpeed(1, 0.28, 2.19, 0.95, 0.18, 6.27, 0.57, 0.94),
+                Changes(1.0, 1.08, 0.04, 1.0, 0.05),
             ),
         },
     ),

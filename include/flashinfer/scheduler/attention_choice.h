@@ -8,9 +8,10 @@
 //   compute = per_kv_tile * that end, loads = first_keys + bytes of Q, K, V and O / DRAM
 //
 // as what overlaps delays each other where both take as long. CTAs are faster while others are
-// idle: those of SMs that have no second one, and all of them where the last one ends late. Merging, if tiles are split, is a launch, the bytes of partial results, and the parts of a
-// row in sequence. flashinfer/_attention/plan/speeds.py holds the measured constants. Only the
-// order of two times matters: masks cost both kernels the same and are left out.
+// idle: those of SMs that have no second one, and all of them where the last one ends late.
+// Merging, if tiles are split, is a launch, the bytes of partial results, and the parts of a row in
+// sequence. flashinfer/_attention/plan/speeds.py holds the measured constants. Only the order of
+// two times matters: masks cost both kernels the same and are left out.
 //
 // Measurements, also of what lost: docs/tuning/kernel_choice.md.
 #pragma once
