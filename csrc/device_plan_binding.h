@@ -67,6 +67,7 @@ inline DevicePlanParams read_device_plan(ffi::Args& args, const PlanLayout& layo
   params.tile_q = static_cast<int32_t>(config.tile_q);
   params.num_columns = static_cast<int32_t>(layout.num_ctas);
   params.num_merges = static_cast<int32_t>(layout.num_merges);
+  params.run_at_once = layout.num_ctas * config.num_kv_heads <= config.cta_slots;
   if (group.batch_size == 0 || rows == 0 || params.num_columns == 0) return params;
   params.tiles_per_request = FastDivisor(static_cast<uint32_t>(ceil_div(rows, config.tile_q)));
   params.batch_size = static_cast<int32_t>(group.batch_size);

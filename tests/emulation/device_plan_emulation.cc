@@ -55,6 +55,7 @@ void draw(Case& c) {
     c.kv_len.push_back(integer(0, (has_table ? p.pages_per_request : count) * p.page_size));
     c.last_page_len.push_back(integer(1, p.page_size));
   }
+  if (has_table && one_in(3)) c.kv_len.assign(p.batch_size, c.kv_len[0]);
   c.qo_indptr.push_back(rows);
   c.kv_indptr.push_back(pages);
   p.kv_entries = pages;
@@ -127,7 +128,9 @@ int check_parts(const Case& c, const std::vector<Part>& parts, std::pair<int, in
     if (parts.size() == 1 && slot != -1) return complain("slot of a whole tile", slot, -1);
     if (parts.size() == 1) continue;
     const int kv_tiles = ceil_div(parts[i].kv_end - parts[i].kv_begin, kTileKV);
-    if (kv_tiles < 2) return complain("KV tiles of a part", kv_tiles, 2);
+    const bool may_be_even = c.params.plain_rows > 0 && i + 1 == parts.size();
+    const int least = may_be_even ? 1 : 2;
+    if (kv_tiles < least) return complain("KV tiles of a part", kv_tiles, least);
     if (slot != parts[0].slot + static_cast<int>(i)) return complain("slot", slot, i);
     if (slot < 0 || slot >= c.params.num_columns - 1 + c.params.num_merges) {
       return complain("slot beyond the workspace", slot, c.params.num_merges);
@@ -186,6 +189,18 @@ int check(const Case& c) {
   if (written != merges) return complain("merges", written, merges);
   const int64_t share = std::max<int64_t>(4, ceil_div(total, int64_t{p.num_columns}));
   if (most > share + 5) return complain("longest column", most, share);
+  if (p.plain_rows == 0 || p.batch_size > 32 || p.batch_size > p.num_columns) return 0;
+  // Equal parts of few requests, if they are hardly longer than a share.
+  const int64_t in_a_row = std::max<int64_t>(4, ceil_div(total - 1, int64_t{p.num_columns}));
+  const int64_t least = ceil_div(total - p.batch_size, int64_t{p.num_columns});
+  for (int64_t part = std::max<int64_t>(2, least); part <= in_a_row + 1; ++part) {
+    int64_t parts = 0;
+    for (const int32_t kv_len : c.kv_len) {
+      parts += std::max<int64_t>(1, ceil_div<int64_t>(ceil_div(kv_len, kTileKV), part));
+    }
+    if (parts > p.num_columns) continue;
+    return most > part + 1 ? complain("longest of equal parts", most, part + 1) : 0;
+  }
   return 0;
 }
 

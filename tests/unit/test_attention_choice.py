@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from flashinfer._attention.plan.planner import ESTIMATE_DTYPE, PlanConfig, estimate_kernels
 from flashinfer._attention.plan.spec import AttentionSpec
 from flashinfer._attention.plan.speeds import (
-    CAPPED,
     MEMORY,
     MODEL_DTYPE,
     SPEEDS,
-    STRIDED_QUERIES,
     KernelSpeed,
+    TileSpeed,
     kernel_model,
 )
 from flashinfer._attention.plan.tiles import hopper_tiles
@@ -77,7 +76,7 @@ def launch_us(
     """Time of one kernel for (rows, keys) of some requests."""
     group, heads, slots = launch.group_size, launch.num_kv_heads, speed.ctas * NUM_SMS
     totals = Totals([32 if q >= 128 else 16 for q in (tile_q, second)], piece_tiles)
-    keys, unit_costs = 0.0, 0
+    keys, queries, unit_costs = 0.0, 0, 0
     for rows, kv_len in requests:
         if rows == 0:
             continue
@@ -109,6 +108,7 @@ def launch_us(
         totals.add_tiles(kind, min(rows, tile), tiles, cost, *ends)
         visible = rows // group + batch.window_left if batch.window_left >= 0 else kv_len
         keys += min(kv_len, visible)
+        queries += rows // group
     if totals.tiles == 0:
         return speed.start
     shares = best_shares(totals, heads, launch.head_dims[1], slots, tile_q, tile_kv, second > 0)
@@ -117,19 +117,24 @@ def launch_us(
         end *= math.ceil(lists / slots)
     elif lists > slots:
         end = max(end, totals.cost * heads / slots + 0.5 * totals.least)
-    first_keys, dram, partial, per_part = MEMORY
     if end > shares.end + shares.end // 32:
         parts = shares.columns * (1.0 if totals.tiles < shares.columns else 1.5)
         rows = parts * heads * totals.rows / totals.cost
         lists, end = shares.columns * heads, float(shares.waves * shares.share)
-        merging = speed.merge + 4 * rows * launch.head_dims[1] / partial
-        merging += per_part * max(1.0, shares.columns / totals.tiles)
-    further = speed.further * unit_costs / (totals.tiles * totals.unit[0])
-    end = end / totals.unit[0] + further * max(lists / slots - 1, 0.0)
-    compute = end * speed.per_kv_tile * (speed.alone if lists <= NUM_SMS else 1.0)
-    key_bytes = sum(launch.head_dims) * launch.kv_dtype.itemsize
-    loads = first_keys + keys * heads * key_bytes / dram
-    return speed.start + max(compute, loads) + merging
+        merging = speed.merge + 4 * rows * launch.head_dims[1] / MEMORY.partial
+        merging += MEMORY.per_part * max(1.0, shares.columns / totals.tiles)
+    busy = min(1.0, totals.cost * heads / (slots * end))
+    pieces = 1 + max(lists / slots - 1, 0.0) * unit_costs / (totals.tiles * totals.unit[0])
+    compute = max(end / totals.unit[0] + speed.piece * pieces, 0.1) * speed.per_kv_tile
+    compute *= (speed.alone if lists <= NUM_SMS else 1.0) * math.exp(speed.idle * (busy - 1))
+    key_bytes = heads * sum(launch.head_dims) * launch.kv_dtype.itemsize
+    qo_bytes = heads * group * sum(launch.head_dims) * 2
+    loads = MEMORY.first_keys
+    loads += (keys * key_bytes + queries * qo_bytes) / (MEMORY.dram * speed.dram)
+    p = MEMORY.overlap
+    longer = max(compute, loads)
+    both = longer * (1 + (min(compute, loads) / longer) ** p) ** (1 / p)
+    return speed.start + both + merging
 
 
 def has_boxes(page_size: int, tile_kv: int) -> bool:
@@ -150,42 +155,38 @@ def expected(launch: Launch, batch: Requests) -> tuple[float, ...]:
     tile_q = choose_tile_q(max(rows, default=0), mean, launch.head_dims[1], launch.fixed_split_size)
     widens = is_widened(BF16, launch.kv_dtype)
     tile_kv = hopper_tiles(BF16, launch.kv_dtype, *launch.head_dims).tile_kv
-    of_few, portable, later, slower = 1.0, 1.0, 0.0, 1.0
-    kind = speeds.widened if widens else speeds
-    if widens:
-        of_few, portable, later, slower = speeds.widened[:4]
-        slower *= tile_kv / hopper_tiles(BF16, BF16, *launch.head_dims).tile_kv
-    if not has_boxes(batch.page_size, tile_kv):
-        slower *= kind.gathered
+    small_pages = batch.page_size % 16 != 0
 
-    capped = 1 + CAPPED * 256 / sum(launch.head_dims) if launch.logits_soft_cap > 0 else 1.0
-
-    def portable_factor(tile: int) -> float:
-        return portable * (capped if tile == 128 else 1.0)
-
-    def speed_of(tile: int) -> KernelSpeed:
-        if tile > 16:
-            return slower_by(portable_factor(tile), speeds.tiles[tile], later)
-        return slower_by(of_few, speeds.tiles.get(tile, speeds.tiles[16]))
+    def changed(tile: TileSpeed, small: bool) -> KernelSpeed:
+        change, factor, later = tile.changes, 1.0, 0.0
+        if launch.logits_soft_cap > 0:
+            factor *= change.capped
+        if widens:
+            factor, later = factor * change.widened, later + change.widened_start
+        if small:
+            factor, later = factor * change.small_pages, later + change.small_pages_start
+        start = max(tile.speed.start + later, 0.0)
+        return tile.speed._replace(start=start, per_kv_tile=factor * tile.speed.per_kv_tile)
 
     def hopper_us(part: list[tuple[int, int]]) -> float:
-        speed, tile = slower_by(capped * slower, speeds.hopper), hopper_tile_q(*launch.head_dims)
+        speed, tile = changed(speeds.hopper, False), hopper_tile_q(*launch.head_dims)
+        if not has_boxes(batch.page_size, tile_kv):
+            slower = speeds.gathered_widened if widens else speeds.gathered
+            speed = speed._replace(per_kv_tile=slower * speed.per_kv_tile)
         if tile % group != 0:
-            speed = speed._replace(further=speed.further + STRIDED_QUERIES)
+            speed = speed._replace(piece=speed.piece + speeds.strided_queries)
         return launch_us(launch, batch, part, speed, tile, 0, tile_kv, 2)
 
     if not second:
-        portable_us = launch_us(launch, batch, requests, speed_of(tile_q), tile_q)
+        speed = changed(speeds.tiles[tile_q], small_pages)
+        portable_us = launch_us(launch, batch, requests, speed, tile_q)
         return tile_q, portable_us, hopper_us(requests), math.inf, 0
-    both = slower_by(portable_factor(tile_q), speeds.second[tile_q], later)
+    both = changed(speeds.second[tile_q], small_pages)
     one_us = launch_us(launch, batch, requests, both, tile_q, second)
     tile_few = choose_tile_q(few_rows, few_rows, launch.head_dims[1], launch.fixed_split_size)
-    apart_us = launch_us(launch, batch, few, speed_of(tile_few), second) + hopper_us(rest)
+    speed = changed(speeds.tiles[tile_few], small_pages)
+    apart_us = launch_us(launch, batch, few, speed, second) + hopper_us(rest)
     return tile_q, one_us, hopper_us(requests), apart_us, few_rows
-
-
-def slower_by(factor: float, speed: KernelSpeed, later: float = 0.0) -> KernelSpeed:
-    return speed._replace(start=speed.start + later, per_kv_tile=factor * speed.per_kv_tile)
 
 
 def lengths(most: int) -> st.SearchStrategy[int]:
@@ -252,7 +253,7 @@ def test_lengths_and_not_pages_count():
 def test_no_rows_cost_no_more_than_the_start():
     speeds = SPEEDS[128, 128]
     for batch in (Requests((), ()), Requests((0, 0), (5000, 10))):
-        starts = speeds.tiles[8].start, speeds.hopper.start
+        starts = speeds.tiles[8].speed.start, speeds.hopper.speed.start
         assert estimated(Launch(), batch) == (8, *starts, math.inf, 0)
 
 
@@ -261,7 +262,7 @@ def test_counts_are_beyond_32_bits():
     launch = Launch(num_kv_heads=1, group_size=1)
     keys = 2**31 - 1
     batch = Requests((2**31 - 1025,), (keys,), page_size=0)
-    speed = SPEEDS[128, 128].tiles[128]
+    speed = SPEEDS[128, 128].tiles[128].speed
     tiles = math.ceil((2**31 - 1025) / 128)
     us = speed.per_kv_tile * tiles * (keys / 64) / (2 * NUM_SMS)
     assert estimated(launch, batch)[1] == pytest.approx(us, rel=1e-4)

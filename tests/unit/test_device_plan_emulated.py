@@ -30,6 +30,7 @@ def test_random_lengths(emulator: Emulator, full: bool) -> None:
             ("if (in.first < column_) item.", "if (false) item.", "part begins"),
             ("is_split ? column_ + totals_", "is_split ? 0 * totals_", "slot"),
             ("if (first < last && cut(first + 1) == 0) ++first;", "", "KV tiles of a part"),
+            ("is_even_ = true;", "continue;", "longest of equal parts"),
             ("min(room, int64_t{INT32_MAX})", "int64_t{INT32_MAX}", "lists lead out of bounds"),
         ]
     ),

@@ -12,7 +12,8 @@ inline constexpr int kPlanThreads = 128;
 // The first item of a column is items[column], and that of tile t after another one is items[number
 // of columns + t].
 __device__ __forceinline__ void write_column(const DevicePlanParams& params, int column) {
-  ColumnItems items(params, TileRow(params), column);
+  const int length = all_by_lanes(params) ? lane_length(params) : 0;
+  ColumnItems items(params, TileRow(params, length), column);
   WorkItem item, following;
   int number = 0, place = column;
   if (!items.next(item, number)) item = WorkItem{-1, 0, 0, 0, 0, 0, 0, 0, 0, -1, -1, 0};

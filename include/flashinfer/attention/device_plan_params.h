@@ -27,6 +27,7 @@ struct DevicePlanParams {
   int32_t tile_q;                 // packed rows
   int32_t num_columns;            // lists of items
   int32_t num_merges;             // capacity, at least min(num_columns - 1, tiles)
+  bool run_at_once;               // the GPU holds the CTAs of all columns
   WorkItem* items;                // num_columns + tiles; null, as merges, where nothing is written
   MergeItem* merges;
 

@@ -5,6 +5,9 @@
 // for starting it, but for the first one. The row is cut into one share of equal cost per column. A
 // tile's pieces lie in consecutive columns, so that each piece follows from the tile and the
 // column. Its slot is c + m for column c, where m numbers the merges.
+//
+// A few plain requests are cut into equal parts instead, with columns of their own, if that leaves
+// no column more to do: requests of one length then end together, whole where columns suffice.
 #pragma once
 
 #include <cstdint>
@@ -85,19 +88,28 @@ __device__ __forceinline__ PlannedTile read_planned_tile(const DevicePlanParams&
 // The columns that a tile lies in, and where it is cut.
 struct TileColumns {
   static constexpr int kLeastPiece = 2;  // KV tiles
-  int start, num_tiles, share, first, last;
+  int start, num_tiles, share, first, last, least = kLeastPiece;
+
+  // A tile in columns first ... last that it has for itself: `share` KV tiles in each, and what is
+  // left in the last one.
+  __device__ __forceinline__ static TileColumns own(int num_tiles, int share, int first, int last) {
+    return {first * share, num_tiles, share, first, last, 1};
+  }
 
   // `start`: where the tile's KV tiles begin in the row.
+  __device__ __forceinline__ TileColumns(int start, int num_tiles, int share, int first, int last,
+                                         int least)
+      : start(start), num_tiles(num_tiles), share(share), first(first), last(last), least(least) {}
   __device__ __forceinline__ TileColumns(int start, int num_tiles, int share)
       : start(start), num_tiles(num_tiles), share(share) {
     const float reciprocal = __fdividef(1.f, static_cast<float>(share));
-    first = column_of(max(start - 1, 0), reciprocal);
-    last = column_of(max(start + num_tiles - 1, 0), reciprocal);
+    first = quotient(max(start - 1, 0), share, reciprocal);
+    last = quotient(max(start + num_tiles - 1, 0), share, reciprocal);
     if (first < last && cut(first + 1) == 0) ++first;
     if (first < last && cut(last) == num_tiles) --last;
   }
-  // Columns are so few that the quotient is one off at most.
-  __device__ __forceinline__ int column_of(int tiles, float reciprocal) const {
+  // tiles / share. Columns are so few that the quotient is one off at most.
+  __device__ __forceinline__ static int quotient(int tiles, int share, float reciprocal) {
     const int column = static_cast<int>(static_cast<float>(tiles) * reciprocal);
     const int rest = tiles - column * share;
     return column + (rest >= share ? 1 : 0) - (rest < 0 ? 1 : 0);
@@ -105,8 +117,8 @@ struct TileColumns {
   // KV tiles before `column`. Pieces that are hardly worth a start go to their neighbours.
   __device__ __forceinline__ int cut(int column) const {
     const int tiles = column * share - start;
-    if (tiles < kLeastPiece) return 0;
-    return tiles > num_tiles - kLeastPiece ? num_tiles : tiles;
+    if (tiles < least) return 0;
+    return tiles > num_tiles - least ? num_tiles : tiles;
   }
 };
 
@@ -133,10 +145,25 @@ struct RowTotals {
   }
 };
 
+// Whether no lane of a warp has more than one tile, each of a plain request.
+__device__ __forceinline__ bool all_by_lanes(const DevicePlanParams& params) {
+  return params.plain_rows > 0 && params.batch_size <= 32;
+}
+
+// Then, the length of the lane's request. It may be read while an earlier grid still writes it, as
+// a guess, and so comes from L2 each time.
+__device__ __forceinline__ int lane_length(const DevicePlanParams& params) {
+  const int lane_idx = threadIdx.x % 32;
+  const volatile int32_t* const lengths = params.kv_len;
+  return lane_idx < params.batch_size ? lengths[lane_idx] : 0;
+}
+
 // The row, as the lanes of a warp know it: each lane has some tiles that follow each other.
 class TileRow {
  public:
-  __device__ __forceinline__ explicit TileRow(const DevicePlanParams& params) : params_(params) {
+  // `own_length`: of the lane's request where all_by_lanes(), as lane_length() has read it.
+  __device__ __forceinline__ TileRow(const DevicePlanParams& params, int own_length)
+      : params_(&params) {
     constexpr int kLeastShare = 4;  // KV tiles; with less, merging costs more than a part saves
     const int lane_idx = threadIdx.x % 32;
     totals.most = params.batch_size * static_cast<int>(params.tiles_per_request.divisor);
@@ -145,7 +172,8 @@ class TileRow {
     const int begin = lane_idx * per_lane_, end = min(begin + per_lane_, totals.most);
 #pragma unroll 1
     for (int index = begin; index < end; ++index) {
-      kept_ = read_planned_tile(params, index);
+      kept_ = all_by_lanes(params) ? plain_tile(params, index, own_length)
+                                   : read_planned_tile(params, index);
       own_.add(kept_.cost());
     }
     const int lanes = min(totals.most, 32);
@@ -160,6 +188,9 @@ class TileRow {
     const int length = __shfl_sync(0xffffffffu, sum.cost, lanes - 1) - 1;
     const int share = params.by_columns.divide(max(length, 0) + params.num_columns - 1);
     totals.share = max(share, kLeastShare);
+    if (is_by_lanes() && totals.num_tiles <= params.num_columns) {
+      cut_evenly(max(length, 0) + 1 - totals.num_tiles, lanes);
+    }
   }
 
   // The tile in which the column begins.
@@ -176,10 +207,10 @@ class TileRow {
 
   // Tile `index`, which all lanes ask for. Where no lane has two, it is not read again.
   __device__ __forceinline__ PlannedTile read(int index) const {
-    if (per_lane_ > 1) return read_planned_tile(params_, index);
+    if (per_lane_ > 1) return read_planned_tile(*params_, index);
     PlannedTile tile;
     const auto from = [&](int value) { return __shfl_sync(0xffffffffu, value, index); };
-    if (params_.plain_rows > 0) return plain_tile(params_, index, from(kept_.kv_len));
+    if (params_->plain_rows > 0) return plain_tile(*params_, index, from(kept_.kv_len));
     tile.request = from(kept_.request);
     tile.qo_begin = from(kept_.qo_begin), tile.qo_len = from(kept_.qo_len);
     tile.kv_base = from(kept_.kv_base), tile.kv_len = from(kept_.kv_len);
@@ -190,15 +221,14 @@ class TileRow {
 
   // Whether a lane has no more than one tile, of a plain request: its own place in the row then
   // says all about it, and no lane asks another.
-  __device__ __forceinline__ bool is_by_lanes() const {
-    return params_.plain_rows > 0 && per_lane_ == 1;
-  }
+  __device__ __forceinline__ bool is_by_lanes() const { return all_by_lanes(*params_); }
   // Then the lane's tile, and its columns; those of a lane without a tile hold no column.
   __device__ __forceinline__ const PlannedTile& own_tile() const { return kept_; }
   __device__ __forceinline__ PlacedTile own_place() const {
     return {static_cast<int>(threadIdx.x % 32), before_.tiles, before_.cost};
   }
   __device__ __forceinline__ TileColumns own_columns() const {
+    if (is_even_) return TileColumns::own(own_.cost - 1, totals.share, first_, last_);
     TileColumns in(before_.cost, own_.cost - 1, totals.share);
     if (own_.cost == 0) in.first = 1, in.last = 0;
     return in;
@@ -215,6 +245,30 @@ class TileRow {
     }
   };
 
+  // Looks for the least part for which the columns suffice, all of which have at most one. The
+  // row's longest columns are as long as its share and one more start.
+  __device__ __forceinline__ void cut_evenly(int kv_tiles, int lanes) {
+    const int columns = params_->num_columns, lane_idx = threadIdx.x % 32;
+    int part = params_->by_columns.divide(kv_tiles + columns - 1);
+    part = max(part, TileColumns::kLeastPiece);
+#pragma unroll 1
+    for (; part <= totals.share + 1; ++part) {
+      const float reciprocal = __fdividef(1.f, static_cast<float>(part));
+      const int before_last = TileColumns::quotient(max(own_.cost - 2, 0), part, reciprocal);
+      const int parts = own_.cost > 0 ? before_last + 1 : 0;
+      int sum = parts;
+      for (int distance = 1; distance < lanes; distance *= 2) {
+        const int more = __shfl_up_sync(0xffffffffu, sum, distance);
+        if (lane_idx >= distance) sum += more;
+      }
+      if (__shfl_sync(0xffffffffu, sum, lanes - 1) > columns) continue;
+      is_even_ = true;
+      totals.share = part;
+      first_ = sum - parts, last_ = sum - 1;
+      return;
+    }
+  }
+
   // The first tile of the lane that `has` it for which is_it(sum of what is before it, its cost).
   template <typename Test>
   __device__ __forceinline__ PlacedTile find(bool has, const Test& is_it) const {
@@ -226,7 +280,7 @@ class TileRow {
       int index = threadIdx.x % 32 * per_lane_;
 #pragma unroll 1
       for (; per_lane_ > 1; ++index) {
-        const int cost = read_planned_tile(params_, index).cost();
+        const int cost = read_planned_tile(*params_, index).cost();
         if (cost > 0 && is_it(sum, cost)) break;
         sum.add(cost);
       }
@@ -238,10 +292,12 @@ class TileRow {
             __shfl_sync(0xffffffffu, found.start, lane)};
   }
 
-  const DevicePlanParams& params_;
+  const DevicePlanParams* params_;
   PlannedTile kept_ = {};  // the lane's last tile
   Sum own_, before_;
   int per_lane_;
+  bool is_even_ = false;  // tiles have columns of their own, the lane's tile these:
+  int first_ = 1, last_ = 0;
 };
 
 // The items of a column, one after the other.
@@ -249,7 +305,7 @@ class ColumnItems {
  public:
   __device__ __forceinline__ ColumnItems(const DevicePlanParams& params, const TileRow& row,
                                          int column)
-      : params_(params), row_(row), column_(column), totals_(row.totals), in_(row.own_columns()) {
+      : params_(&params), row_(row), column_(column), totals_(row.totals), in_(row.own_columns()) {
     if (row.is_by_lanes()) {
       lanes_ = __ballot_sync(0xffffffffu, in_.first <= column && column <= in_.last);
     } else {
@@ -288,6 +344,13 @@ class ColumnItems {
     return false;
   }
 
+  // By lanes, the next item of these lanes; a later object goes on with those that are left.
+  __device__ __forceinline__ bool next_of(uint32_t lanes, WorkItem& item, int& number) {
+    lanes_ &= lanes;
+    return next(item, number);
+  }
+  __device__ __forceinline__ uint32_t lanes_left() const { return lanes_; }
+
   // If not, there is no further item.
   __device__ __forceinline__ bool may_have_next() const {
     if (row_.is_by_lanes()) return lanes_ != 0;
@@ -310,16 +373,16 @@ class ColumnItems {
     if (in.first < column_) item.kv_begin += in.cut(column_) * kTileKV;
     if (column_ < in.last) item.kv_end = tile.kv_begin + in.cut(column_ + 1) * kTileKV;
     const bool is_split = in.first < in.last;
-    item.partial_slot = is_split ? column_ + totals_.merge_of(params_, placed, in) : -1;
+    item.partial_slot = is_split ? column_ + totals_.merge_of(*params_, placed, in) : -1;
     item.next = -1;
     item.lists_taken = 0;
   }
 
-  const DevicePlanParams& params_;
-  const TileRow row_;
-  const int column_;
-  const RowTotals totals_;
-  const TileColumns in_;  // of the lane's tile
+  const DevicePlanParams* params_;
+  TileRow row_;
+  int column_;
+  RowTotals totals_;
+  TileColumns in_;        // of the lane's tile
   uint32_t lanes_ = 0;    // whose tiles follow, by lanes
   PlacedTile next_ = {};  // otherwise
   int owner_ = 0;
@@ -327,7 +390,7 @@ class ColumnItems {
 
 // Merge `number`; without rows if there is nothing to merge.
 __device__ __forceinline__ MergeItem find_merge(const DevicePlanParams& params, int number) {
-  const TileRow row(params);
+  const TileRow row(params, all_by_lanes(params) ? lane_length(params) : 0);
   const RowTotals& totals = row.totals;
   MergeItem merge = {};
   if (row.is_by_lanes()) {

@@ -4,11 +4,14 @@
 // The planner's own arithmetic (attention_shares.h) tells when the last CTA has finished its share
 // of KV tiles and pieces, here from the lengths alone, without a list of tiles. A launch takes
 //
-//   start + max(per_kv_tile * that end, first_keys + K and V / DRAM) + merging
+//   start + (compute^p + loads^p)^(1/p) + merging
+//   compute = per_kv_tile * that end, loads = first_keys + bytes of Q, K, V and O / DRAM
 //
-// where merging, if tiles are split, is a launch, the bytes of partial results, and the parts of a
-// row in sequence. flashinfer/_attention/plan/speeds.py holds the measured constants. Only the
-// order of two times matters: masks cost both kernels the same and are left out.
+// as what overlaps delays each other where both take as long. CTAs are faster while others are
+// idle: those of SMs that have no second one, and all of them where the last one ends late.
+// Merging, if tiles are split, is a launch, the bytes of partial results, and the parts of a row in
+// sequence. flashinfer/_attention/plan/speeds.py holds the measured constants. Only the order of
+// two times matters: masks cost both kernels the same and are left out.
 //
 // Measurements, also of what lost: docs/tuning/kernel_choice.md.
 #pragma once
@@ -26,10 +29,12 @@ struct KernelSpeed {
   double start;        // [us]; infinite: the kernel does not support the batch
   double per_kv_tile;  // [us] per CTA, with as many CTAs as fit
   double alone;        // factor for a CTA that has its SM to itself
+  double idle;         // how much faster, in logarithms, one CTA would be than all
   double merge;        // [us], the merge launch
-  // KV tiles that each further tile of a CTA costs beyond the planner's count. Tiles of fewer rows
+  // KV tiles that each tile of a CTA costs beyond the planner's count. Further tiles of fewer rows
   // cost as much less of it as their KV tiles do.
-  double further;
+  double piece;
+  double dram;  // share of the memory's speed that it reads at
 };
 
 // A tile of the portable kernel and the batches it is used for.
@@ -47,9 +52,11 @@ struct KernelModel {
   int64_t num_kv_heads, group_size, head_dim_vo;
   int64_t num_sms;
   int64_t key_bytes;     // K and V of one token and head
+  int64_t qo_bytes;      // Q and O of one token, of all heads
   double first_keys;     // [us] until the first keys arrive from DRAM
   double dram, partial;  // [bytes per us], for K and V, and for partial results
   double per_part;       // [us] per part of a row
+  double overlap;        // p
   // Second tile, for requests that fit it if others do not; 0: one tile for all.
   int64_t tile_q_second;
   int64_t portable_tile_kv, portable_piece_tiles;  // as in PlanConfig
@@ -137,6 +144,7 @@ class LaunchEstimate {
     totals_.least = std::min(totals_.least, (least + config_.piece_tiles) * kind.cost);
     totals_.most_of[kind_index] = std::max(totals_.most_of[kind_index], most_cost);
     const bool has_window = group.window_left >= 0;
+    queries_ += request.qo_len;
     keys_ += has_window ? std::min<int64_t>(kv_len, request.qo_len + group.window_left) : kv_len;
   }
 
@@ -161,12 +169,18 @@ class LaunchEstimate {
       merging = speed_.merge + 4 * rows * config_.head_dim_vo / model_.partial +
                 model_.per_part * std::max(1.0, columns / num_tiles_);
     }
+    const double busy = std::min(1.0, totals_.cost * heads / (slots * end));
     const double further = std::max(lists / slots - 1, 0.0);
-    end = end / unit + speed_.further * further * (tile_costs_ / (num_tiles_ * unit));
-    const bool is_alone = lists <= model_.num_sms;
-    const double compute = end * speed_.per_kv_tile * (is_alone ? speed_.alone : 1);
-    const double loads = model_.first_keys + keys_ * heads * model_.key_bytes / model_.dram;
-    return speed_.start + std::max(compute, loads) + merging;
+    const double pieces = 1 + further * tile_costs_ / (num_tiles_ * unit);
+    const double kv_tiles = std::max(end / unit + speed_.piece * pieces, 0.1);
+    const double alone = lists <= model_.num_sms ? speed_.alone : 1;
+    const double compute =
+        kv_tiles * speed_.per_kv_tile * alone * std::exp(speed_.idle * (busy - 1));
+    const double bytes = keys_ * heads * model_.key_bytes + queries_ * model_.qo_bytes;
+    const double loads = model_.first_keys + bytes / (model_.dram * speed_.dram);
+    const double longer = std::max(compute, loads), ratio = std::min(compute, loads) / longer;
+    const double both = longer * std::pow(1 + std::pow(ratio, model_.overlap), 1 / model_.overlap);
+    return speed_.start + both + merging;
   }
 
  private:
@@ -185,7 +199,8 @@ class LaunchEstimate {
   TileTotals totals_;
   int64_t num_tiles_ = 0;
   int64_t tile_costs_ = 0;  // of a KV tile, summed over the tiles
-  int64_t keys_ = 0;        // keys that any row sees
+  double keys_ = 0;         // keys that any row sees
+  double queries_ = 0;      // tokens
 };
 
 class KernelEstimator {

@@ -344,7 +344,11 @@ class AttentionPlanner {
   // fit.
   int64_t reserve_for_graph(int64_t float_bytes) {
     PlanLayout& layout = layout_;
-    const int64_t tiles = max_tiles(*config_, config_->graph_batch_size, config_->graph_qo_tokens);
+    int64_t tiles = max_tiles(*config_, config_->graph_batch_size, config_->graph_qo_tokens);
+    if (config_->graph_qo_len > 0) {
+      const int64_t each = max_tiles(*config_, 1, config_->graph_qo_len);
+      tiles = std::min(tiles, config_->graph_batch_size * each);
+    }
     const int64_t longest =
         config_->graph_qo_len > 0 ? config_->graph_qo_len : config_->graph_qo_tokens;
     const int64_t rows = std::max<int64_t>(1, longest * config_->group_size);

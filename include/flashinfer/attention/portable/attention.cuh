@@ -176,6 +176,11 @@ class TileWorker {
       if constexpr (kLocatesEarly) loader.locate_tile();
       fetch(tile, tile, std::true_type());
     }
+    if constexpr (Params::kReadsLengths) {
+      // CTAs of the merge divide the work, too, meanwhile, if no further CTA waits for their place;
+      // not before the first keys are on their way.
+      if (Tile::kNumOutputParts == 1 && params_.lengths.run_at_once) ptx::grid_launch_dependents();
+    }
     QueryFragments<Tile> query;
     profile_.begin(AttentionEvent::kQuery);
     ptx::cp_async_wait<kAhead - 1>();
@@ -339,7 +344,8 @@ template <typename Traits, typename Params>
 __device__ __forceinline__ void process_column(const Params& params, int column, uint32_t kv_head,
                                                char* shared) {
   WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
-  ColumnItems items(params.lengths, TileRow(params.lengths), column);
+  ptx::grid_dependency_wait();
+  ColumnItems items(params.lengths, TileRow(params.lengths, 0), column);
   AttentionProfile<Params> profile = warp_profile(params);
   while (true) {
     if (threadIdx.x < 32) {
@@ -358,9 +364,70 @@ __device__ __forceinline__ void process_column(const Params& params, int column,
   }
 }
 
+// The same, of few plain requests. They are divided before the wait for earlier grids, by the
+// lengths that there are: these seldom change between launches. If they did, the work is divided
+// again.
+template <typename Traits, typename Params>
+__device__ __forceinline__ void process_column_of_few(const Params& params, int column,
+                                                      uint32_t kv_head, char* shared) {
+  WorkItem& shared_item = *reinterpret_cast<WorkItem*>(shared + Traits::Tile::kPlaceOfItem);
+  const DevicePlanParams& lengths = params.lengths;
+  uint32_t left = 0xffffffffu;  // lanes whose requests follow, in the first warp
+  // Puts the next item where all warps find it. Little is kept from item to item: most columns have
+  // one.
+  const auto find = [&](int length, bool waits) {
+    while (true) {
+      ColumnItems items(lengths, TileRow(lengths, length), column);
+      WorkItem item;
+      int number;
+      if (!items.next_of(left, item, number)) item.request = -1;
+      const bool is_owner = threadIdx.x == items.owner();
+      if (waits) {
+        const int32_t* const pages = params.tensors[0].kv_indices;
+        if (is_owner && item.request >= 0 && pages != nullptr && item.kv_begin < item.kv_end) {
+          ptx::prefetch_l2(pages + item.kv_base + params.page_size.divide(item.kv_begin));
+        }
+        ptx::grid_dependency_wait();
+        waits = false;
+        const int now = lane_length(lengths);
+        if (__any_sync(0xffffffffu, now != length)) {
+          length = now;
+          continue;
+        }
+      }
+      left = items.lanes_left();
+      item.next = left != 0 ? 0 : -1;
+      if (is_owner) shared_item = item;
+      return;
+    }
+  };
+  if (threadIdx.x < 32) {
+    find(lane_length(lengths), true);
+  } else {
+    ptx::grid_dependency_wait();
+  }
+  AttentionProfile<Params> profile = warp_profile(params);
+  while (true) {
+    __syncthreads();
+    const WorkItem item = shared_item;
+    if (item.request < 0) return;
+    TileWorker<Traits, Params>(params, params.tensors[0], item, kv_head, shared, profile).run();
+    if (item.next < 0) return;
+    __syncthreads();  // the next item reuses the shared memory
+    if (threadIdx.x < 32) find(lane_length(lengths), false);
+  }
+}
+
+// Dividing a batch by lengths takes more registers than a tile does: they leave room for four CTAs
+// where shared memory does.
+template <typename Tile, typename Params>
+inline constexpr int kLeastCtas =
+    Params::kReadsLengths && 4 * Tile::shared_bytes(90) <= max_shared_bytes(90) ? 4
+                                                                                : Tile::kLeastCtas;
+
 // `Second` holds the traits of items of kind 1, or is void if there are none.
 template <typename First, typename Second, typename Params>
-__global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
+__global__ void __launch_bounds__(kAttentionThreads, kLeastCtas<typename First::Tile, Params>)
     attention_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char shared[];
   constexpr bool kHeadsFastest = First::Tile::kSplitKV;
@@ -370,7 +437,9 @@ __global__ void __launch_bounds__(kAttentionThreads, First::Tile::kLeastCtas)
   const uint32_t kv_head = kHeadsFastest ? inner : outer;
   if constexpr (Params::kReadsLengths) {
     prefetch_tables(params);
-    ptx::grid_dependency_wait();
+    if (all_by_lanes(params.lengths)) {
+      return process_column_of_few<First>(params, outer, kv_head, shared);
+    }
     return process_column<First>(params, outer, kv_head, shared);
   }
   // The plan was written by a copy, which every later grid waits for, with or without PDL. An
