@@ -54,8 +54,10 @@ class Case:
 
     @property
     def has_norms(self) -> bool:
-        """Whether heads may have norms: aligned ones of a power of two of vectors."""
-        return self.dims[0] in (32, 64, 128, 256) and self.layouts == (Layout(), Layout())
+        """Whether heads may have norms: a power of two of vectors, in rows of vectors."""
+        dim, v_dim = self.dims
+        plain = self.layouts == (Layout(), Layout())
+        return plain and dim in (32, 64, 128, 256) and v_dim > 0 and v_dim % 8 == 0
 
 
 @st.composite
