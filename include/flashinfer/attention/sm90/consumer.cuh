@@ -231,7 +231,8 @@ class HopperConsumer {
       // If the tile has at most half its tokens, only the first half is multiplied and weighed, and
       // the other weights are 0. The first tile of an item that starts afresh is always multiplied
       // whole.
-      if (Tile::kHalvesTiles && Products::agreed(next_end - first_token <= Tile::kTileKV / 2)) {
+      if (Tile::kHalvesTiles &&
+          FLASHINFER_AGREED(Tile, next_end - first_token <= Tile::kTileKV / 2)) {
         begin_next(std::integral_constant<int, kHalfTile>());
 #pragma unroll
         for (int step = kSteps / 2; step < kSteps; ++step) {

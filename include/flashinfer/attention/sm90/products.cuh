@@ -5,6 +5,17 @@
 #include <flashinfer/attention/state.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 
+// A condition for a branch between two forms of the products of `Tile`, the same in all lanes. If
+// they have few columns, ptxas finds registers for them (C7511) with NVRTC only if a vote says so:
+// its addresses of shared memory have 64 bits. nvcc's code must stay as it is: a vote, or a
+// function around the condition, makes its products wait for each other.
+#ifdef __CUDACC_RTC__
+#define FLASHINFER_AGREED(Tile, condition) \
+  (Tile::kHeadDimVO < 128 ? __any_sync(0xffffffffu, condition) != 0 : (condition))
+#else
+#define FLASHINFER_AGREED(Tile, condition) (condition)
+#endif
+
 namespace flashinfer {
 
 template <typename Traits>
@@ -36,16 +47,6 @@ struct HopperProducts {
   }
   __device__ __forceinline__ static uint32_t shuffled(uint32_t value) {
     return __shfl_sync(0xffffffffu, value, 0);
-  }
-
-  // A condition for a branch between two forms of the products, the same in all lanes. If they have
-  // few columns, ptxas finds registers for them (C7511) with NVRTC only if it is told so, and with
-  // nvcc only if it is not: NVRTC's addresses of shared memory have 64 bits.
-  __device__ __forceinline__ static bool agreed(bool condition) {
-#ifdef __CUDACC_RTC__
-    if constexpr (Tile::kHeadDimVO < 128) return __any_sync(0xffffffffu, condition);
-#endif
-    return condition;
   }
 
   // Computes logits = q k^T for the group's rows and the first `kTiles` token tiles.
