@@ -63,7 +63,7 @@ class KernelSpeed(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What options of a launch change."""
+    """Changes by options of a launch."""
 
     capped: float  # factor for a soft cap
     widened: float  # factor for 16-bit queries over 8-bit keys ...
