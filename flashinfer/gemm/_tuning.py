@@ -33,7 +33,7 @@ GetKernel = Callable[[GemmConfig], Callable[..., Any]]
 LIBRARY = "cublas"
 """The tactic that takes the other library's product."""
 
-_HOPPER = (9, 0)
+HOPPER = (9, 0)
 _BY_K, _BY_BLOCK = 2, 4  # bits of the binding's layout
 _logger = logging.getLogger("flashinfer.autotuner")
 _warned: set[str] = set()
@@ -102,7 +102,7 @@ def choose_product(
     prefers_library: bool,
 ) -> Callable[..., Any]:
     """A kernel, or `library`, which takes the same arguments; not on Hopper `library` alone."""
-    if get_compute_capability(arguments[1].device) != _HOPPER:
+    if get_compute_capability(arguments[1].device) != HOPPER:
         return library
     runner = TileRunner(problem, arguments, get_kernel, library, prefers_library)
     chosen = _ask(runner)

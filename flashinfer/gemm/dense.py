@@ -18,9 +18,8 @@ from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_
 from ._choice import GemmProblem
 from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
 from ._one_row import one_row_kernel, takes
-from ._tuning import choose_product, choose_tiles, is_tuning
+from ._tuning import HOPPER, choose_product, choose_tiles, is_tuning
 
-_HOPPER = (9, 0)
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_TOKENS = 64
 """Rows up to which ``"auto"`` takes this library's kernel on Hopper, and cuBLAS beyond: measured
@@ -64,7 +63,7 @@ def _choose(arguments: tuple[Any, ...], backend: str) -> _Call:
             f"got {backend!r} for compute capability {capability[0]}.{capability[1]}"
         )
     rows, k = a.shape[-2], a.shape[-1]
-    if capability != _HOPPER or backend == "cublaslt":
+    if capability != HOPPER or backend == "cublaslt":
         return _cublas
     batches = a.shape[0] if a.ndim == 3 else 1
     problem = GemmProblem(a.dtype, b.dtype, out.dtype, rows, b.shape[-1], k, batches)
@@ -202,7 +201,7 @@ def _one_row(
 ) -> torch.Tensor:
     """The product with contiguous rows of `b`."""
     capability = get_compute_capability(a.device)
-    if capability != _HOPPER or backend not in _RUNS:
+    if capability != HOPPER or backend not in _RUNS:
         raise BackendSupportedError(
             f"`backend` must be 'cudnn', 'tinygemm' or 'auto' on Hopper for contiguous rows of "
             f"`b`, got {backend!r} for compute capability {capability[0]}.{capability[1]}"
