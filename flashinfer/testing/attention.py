@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from .numerics import ErrorBound, unit_roundoff
 from .reference import CheckOptions
 
 __all__ = ["attention_check_options"]
+
+SOFT_CAP_ERROR = 1.2e-5  # of the cap, in each logit: include/flashinfer/attention/math.cuh
 
 
 def attention_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> CheckOptions:
@@ -93,6 +96,8 @@ def _errors(template: TraceTemplate, gathered: Any) -> tuple[torch.Tensor, torch
         is_8_bit = gathered["q"].dtype in FLOAT8
         unit = unit_roundoff(torch.float8_e4m3fn if is_8_bit else torch.float16)
     logit_error = _rotated_error(gathered, keys) + _summing_error(gathered, keys)
+    # Rows with logits of one size share the error of the approximation; an LSE has the base 2.
+    logit_error += SOFT_CAP_ERROR * (soft_cap or 0.0) * math.log2(math.e)
     factor = (8 * unit + 2 * logit_error) * abs(gathered.get("v_scale", 1.0))
     return factor * deviation, torch.full_like(lse, logit_error)
 

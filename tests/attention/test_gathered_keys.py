@@ -41,6 +41,13 @@ def is_gathered(wrapper: Any) -> bool:
     return wrapper._executor._gathering is not None
 
 
+def test_no_keys_are_not_copied(device):
+    batch = Batch((130,), (0,), page_size=1)
+    wrapper = plan_paged(batch, device, causal=True)
+    assert not is_gathered(wrapper)
+    check_paged(wrapper, batch, device)
+
+
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", [*FORMS, "tokens"])
 def test_pages_of_one(form, kv_layout, device):

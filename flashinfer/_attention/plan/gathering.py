@@ -140,6 +140,8 @@ def is_worth_gathering(
         return False
     if requests.qo_indptr is None or spec.variant is not None or tensors.rows_as_pages:
         return False
+    if not requests.kv_lengths().any():
+        return False  # there is nothing to copy
     rotates = spec.pos_encoding_mode == "ROPE_LLAMA"
     rows = _rows_of(spec, requests.page_size > 0)
     if options.fixed_split_size is not None or possible_backend(rows, device) == "fa2":
