@@ -92,12 +92,20 @@ def test_rotated_pages(page_size, options, device):
     check_paged(wrapper, batch, device, sinks=sinks)
 
 
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_rotated_rows(kv_layout, device):
+def test_rotated_rows(kv_layout, backend, device):
     batch = Batch(*LENGTHS, kv_layout=kv_layout)
-    wrapper = plan_ragged(batch, device, causal=True, **ROPE)
+    wrapper = plan_ragged(batch, device, backend, causal=True, **ROPE)
     assert is_gathered(wrapper)
     check_ragged(wrapper, batch, device)
+
+
+def test_rotated_heads_that_only_the_portable_kernel_has(device):
+    batch = Batch(*LENGTHS, head_dim_qk=80, head_dim_vo=80, page_size=16)
+    wrapper = plan_paged(batch, device, causal=True, **ROPE)
+    assert is_gathered(wrapper)
+    check_paged(wrapper, batch, device)
 
 
 def test_a_single_request(device):

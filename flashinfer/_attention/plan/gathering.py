@@ -1,7 +1,8 @@
 """Prefills on Hopper whose keys are copied first: out of small pages, or to be rotated.
 
-The kernel for Hopper loads boxes of neighbouring tokens and does not rotate. A prefill loads each
-key once for some hundred query rows, so that one pass more over the keys costs little.
+The kernel for Hopper loads boxes of neighbouring tokens and does not rotate, and the portable one
+rotates a key for each tile of queries. A prefill loads each key once for some hundred query rows,
+so that one pass more over the keys costs little.
 """
 
 from __future__ import annotations
@@ -144,28 +145,30 @@ def is_worth_gathering(
         return False  # there is nothing to copy
     rotates = spec.pos_encoding_mode == "ROPE_LLAMA"
     rows = _rows_of(spec, requests.page_size > 0)
-    if options.fixed_split_size is not None or possible_backend(rows, device) == "fa2":
+    backend = possible_backend(rows, device)
+    if options.fixed_split_size is not None or (backend == "fa2" and not rotates):
         return False
-    tile_kv = hopper_tiles(
-        spec.q_data_type, spec.kv_data_type, spec.head_dim_qk, spec.head_dim_vo
-    ).tile_kv
+    found = estimate_kernels(kernel_model(rows, 0, 0, False, backend != "fa2"), requests)
+    copied = found.hopper_us
     if rotates:
-        is_rotated_before = spec.backend == "auto" and spec.q_data_type in FLOAT16
+        is_rotated_before = spec.backend != "fa3" and spec.q_data_type in FLOAT16
         if not is_rotated_before or spec.kv_data_type != spec.q_data_type:
             return False
-    elif not are_gathered(requests.page_size, tile_kv):
-        return False
-    found = estimate_kernels(kernel_model(rows, 0, 0, False, True), requests)
-    if rotates:
         if bool((requests.kv_lengths() < requests.qo_lengths()).any()):
             return False  # a query before the first key has no position
+        copied = min(copied, found.portable_us)
         others = found.portable_us * ROTATING
     else:
+        tile_kv = hopper_tiles(
+            spec.q_data_type, spec.kv_data_type, spec.head_dim_qk, spec.head_dim_vo
+        ).tile_kv
+        if not are_gathered(requests.page_size, tile_kv):
+            return False
         pages = kernel_model(spec, requests.page_size, 0, False, True)
         others = estimate_kernels(pages, requests).hopper_us
         if spec.backend == "auto":
             others = min(others, found.portable_us)
-    return found.hopper_us + _copies_us(spec, requests, rotates) < others
+    return copied + _copies_us(spec, requests, rotates) < others
 
 
 def _copies_us(spec: AttentionSpec, requests: Requests, rotates: bool) -> float:
