@@ -85,7 +85,7 @@ def test_all_and_only_what_requests_use(
     expected = {spec.name for spec in named if not spec.name.endswith("_fa3")}
     assert used == expected
     used.clear()
-    compile_all(model, 16, kv_dtype or torch.float16, False)
+    compile_all(model, 16, kv_dtype or torch.float16, False).wait()
     assert used == expected
 
 

@@ -191,7 +191,8 @@ class AttentionExecutor:
             return
         module = self._modules.get(key)
         if module is None:
-            # What is wrong with the request is said before anything is compiled.
+            key.build_beside_planner()
+            # What is wrong with the request is said before anything else is compiled.
             planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, rows)
             planner.plan(None, -1, requests, seconds)
             module = self._modules[key] = key.load()
@@ -215,9 +216,8 @@ class AttentionExecutor:
         key.config()
         planner, self._planner = self._planner, self._checker
         try:
-            checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, NO_OPTIONS, ALL_ROWS)
-            self._checker = checker
-            checker.plan(None, -1, problem.requests, None if second is None else second.requests)
+            self._checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, NO_OPTIONS, ALL_ROWS)
+            self._checker.plan(None, -1, problem.requests, second and second.requests)
         except _NO_MODULE:
             if not is_computed_from_plans():
                 raise
