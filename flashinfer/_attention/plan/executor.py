@@ -398,9 +398,9 @@ class AttentionExecutor:
         elif choice is None:
             choice = choose_kernel(problem, self.device, second=second, fixed_split_size=fixed)
         mask_mode = spec.mask_mode if mask is None else mask.mode
-        paged, has_window = problem.requests.page_size > 0, spec.window_left >= 0
+        paged, window = problem.requests.page_size > 0, spec.window_left >= 0
         shape = SecondShape.of(second or problem) if choice.tile_q_second else NO_SECOND
-        return ModuleKey(spec.kernel_options, choice, paged, mask_mode, has_window, shape)
+        return ModuleKey(spec.kernel_options, choice, paged, mask_mode, window, shape, spec.sinks)
 
     def _configured(
         self,
