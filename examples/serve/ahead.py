@@ -3,14 +3,18 @@
 A package compiles a kernel at its first call, or at the plan for it, and the calls of a step follow
 each other. So batches of every shape that selects a kernel are planned by a thread each, and each
 part of each kind of layer is called by another one, on tensors of its own; threads that need the
-same kernel wait for the first of them. Attention begins first, then mixtures and products, which
-compile longer than the rest. This takes public names alone, and holds for every model.
+same kernel wait for the first of them. There are about as many as cores, and what the first token
+of a prompt needs comes first, before what decoding, other prompts and sampling need. This takes
+public names alone, and holds for every model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,8 +39,38 @@ SAMPLING = (
 # and those between, which the first token does without.
 FIRST_ROWS = (128, 1000)
 ROWS = (16, 32, 64, *FIRST_ROWS)
-_THREADS = 32  # they wait for compilers
+_FEWEST_THREADS = 8  # some wait for a kernel that another one compiles
 _WORKSPACE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Calls under way.
+
+    Attributes
+    ----------
+    prompt : list of Future
+        The first token of a prompt needs all of these.
+    rest : list of Future
+        The others.
+    """
+
+    prompt: list[Future[Any]]
+    rest: list[Future[Any]]
+
+    def wait_for_prompt(self) -> None:
+        """Until a prompt's first token needs nothing more, for most prompts."""
+        for future in self.prompt:
+            future.result()
+
+    def wait(self) -> None:
+        """Until everything is compiled; raises what a call raised."""
+        for future in (*self.prompt, *self.rest):
+            future.result()
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in (*self.prompt, *self.rest))
 
 
 def compile_all(
@@ -45,8 +79,8 @@ def compile_all(
     kv_dtype: torch.dtype,
     batch_invariant: bool,
     rows: Sequence[int] = FIRST_ROWS,
-) -> None:
-    """Call everything once, on tensors of its own.
+) -> Compilation:
+    """Begin to call everything once, on tensors of its own.
 
     Parameters
     ----------
@@ -62,45 +96,61 @@ def compile_all(
         How many rows products get, beside single ones.
     """
     longest = min(max(PROMPTS), model.config.max_positions)
+    usual = min(FIRST_ROWS[0], longest)
     pages = -(-longest // page_size)
     tile = tile_rows(model.device) if batch_invariant else None
 
-    def runner() -> Runner:
+    def runner(backend: str = "auto") -> Runner:
         return Runner(
-            model, pages, page_size, kv_dtype, 2, False, batch_invariant, _WORKSPACE_BYTES
+            model, pages, page_size, kv_dtype, 2, False, batch_invariant, _WORKSPACE_BYTES, backend
         )
 
-    def run(call: Callable[[], Any]) -> Any:
-        with first.backend(), torch.no_grad():  # both hold in their own thread alone
-            return call()
-
-    def attend(lengths: tuple[int, ...]) -> list[Callable[[], Any]]:
-        """Plans, then gives attention of each kind of layer that has a plan."""
-        own = runner()
-        batch = own.prepare(_chunks(lengths, pages))
-        kinds = _kinds(own, len(batch.tokens), lambda: batch)
-        return [parts[-1] for spec, parts in kinds if spec is not None]
-
     def start(call: Callable[[], Any]) -> Future[Any]:
-        return pool.submit(run, call)
+        def run() -> Any:
+            with first.backend(), torch.no_grad():  # both hold in their own thread alone
+                return call()
+
+        return pool.submit(run)
+
+    def attend(spec: Any, lengths: tuple[int, ...]) -> None:
+        own = runner()
+        batch = own.prepare(_chunks(lengths, pages), [spec])
+        for found, parts in _kinds(own, len(batch.tokens), lambda: batch):
+            if found == spec:
+                parts[-1]()
+
+    def plan_for_hopper(spec: Any) -> None:
+        """The kernel of long prompts, compiled before the planner that chooses it is there."""
+        with contextlib.suppress(ValueError):  # it does not run here, or not this attention
+            runner("fa3").prepare(_chunks((usual,), pages), [spec])
+
+    def calls(count: int) -> Iterator[Callable[[], Any]]:
+        """All parts but attention, for so many rows."""
+        # Nothing of the batch is waited for here.
+        batch = start(partial(first.prepare, _chunks((count,), pages), [])).result
+        kinds = _kinds(first, round_up(count, tile), batch)
+        for spec, parts in sorted(kinds, key=lambda kind: kind[0] is not None):
+            yield from parts if spec is None else parts[:-1]
 
     first = runner()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        plans = [start(partial(attend, lengths)) for lengths in _batches(longest)]
-        calls: list[Callable[[], Any]] = []
-        for count in sorted({1, *(n for n in rows if n <= longest)}, reverse=True):
-            # Nothing of the batch is waited for here.
-            batch = start(partial(first.prepare, _chunks((count,), pages), plans=False)).result
-            kinds = _kinds(first, round_up(count, tile), batch)
-            for spec, parts in sorted(kinds, key=lambda kind: kind[0] is not None):
-                calls += parts if spec is None else parts[:-1]
-        calls += _norms(model)
-        calls += steps(torch.zeros(1, model.config.vocab_size, device=model.device))
-        started = [start(call) for call in calls]
-        for planned in as_completed(plans):
-            started += [start(call) for call in planned.result()]
-        for future in started:
-            future.result()
+    pool = ThreadPoolExecutor(max(_FEWEST_THREADS, len(os.sched_getaffinity(0))))
+    best, *draws = steps(torch.zeros(1, model.config.vocab_size, device=model.device))
+    guesses = [] if model.device.type != "cuda" else [
+        start(partial(plan_for_hopper, spec)) for spec in model.specs
+    ]  # fmt: skip
+    prompt = [start(partial(attend, spec, (usual,))) for spec in model.specs]
+    prompt += [start(call) for call in (*calls(usual), *_norms(model), best)]
+    rest = guesses + [
+        start(partial(attend, spec, lengths))
+        for lengths in _batches(longest)
+        if lengths != (usual,)
+        for spec in model.specs
+    ]
+    for count in sorted({1, *(n for n in rows if n <= longest)} - {usual}, reverse=True):
+        rest += [start(call) for call in calls(count)]
+    rest += [start(call) for call in draws]
+    pool.shutdown(wait=False)
+    return Compilation(prompt, rest)
 
 
 def _batches(longest: int) -> Iterator[tuple[int, ...]]:

@@ -182,7 +182,7 @@ def first_token(
         model, None, num_pages=pages, page_size=PAGE_SIZE, max_batch_size=batch_size,
         kv_dtype=kv_dtype, max_batch_tokens=max(2048, 32 * batch_size), use_cuda_graph=True,
     )  # fmt: skip
-    engine.build()
+    engine.build(whole=False)
     engine.add_request("first", list(range(128)), SamplingParams(temperature=0.0, max_tokens=1))
     while engine.has_work:
         engine.step()

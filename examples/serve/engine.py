@@ -10,7 +10,7 @@ import torch
 
 from . import kernels
 from .adjust import Adjustment, adjust
-from .ahead import FIRST_ROWS, compile_all
+from .ahead import FIRST_ROWS, Compilation, compile_all
 from .cache import PagePool
 from .checkpoint import load as load
 from .grammar import GrammarError
@@ -139,6 +139,7 @@ class Engine:
         self._speculator = Speculator(speculation, ngram) if speculation != 0 else None
         self._live: dict[str, RequestState] = {}
         self._ahead: Step | None = None  # launched before the tokens of the one before are known
+        self._compilation: Compilation | None = None
 
     @property
     def has_work(self) -> bool:
@@ -156,14 +157,26 @@ class Engine:
         `Body.page_shape` says."""
         return self._runner.cache
 
-    def build(self, rows: Sequence[int] = FIRST_ROWS) -> None:
+    def build(self, rows: Sequence[int] = FIRST_ROWS, whole: bool = True) -> None:
         """Compile in parallel what requests need; without a GPU, nothing.
 
         `rows`: of steps, as in `compile_all`; those of others select further kernels of products.
+        Not `whole`: only what a prompt's first token needs is waited for. The rest goes on, until
+        a step waits for what it needs, and a graph that is captured for all.
         """
-        if self._model.device.type == "cuda":
-            dtype = self._runner.kv_dtype
-            compile_all(self._model, self._page_size, dtype, self._batch_invariant, rows)
+        if self._model.device.type != "cuda":
+            return
+        if self._compilation is not None:
+            self._compilation.wait()
+        dtype = self._runner.kv_dtype
+        self._compilation = compile_all(
+            self._model, self._page_size, dtype, self._batch_invariant, rows
+        )
+        self._runner.before_capture = self._compilation.wait
+        if whole:
+            self._compilation.wait()
+        else:
+            self._compilation.wait_for_prompt()
 
     def stats(self) -> dict[str, Any]:
         """Pages (in all, and free), requests (running, waiting), and counts since the beginning.
@@ -245,7 +258,9 @@ class Engine:
                 return []  # parts of long prompts
             self._ahead = step  # if the launch fails, its tokens are still there to be taken
             # Which tokens of a step with guesses count is known when it has ended.
-            following = None if self._speculator else self._scheduler.foresee(step.requests)
+            # No token waits for what the next one needs.
+            is_alone = self._speculator or not self._is_compiled
+            following = None if is_alone else self._scheduler.foresee(step.requests)
             self._ahead = None if following is None else self._launch(following, step.tokens)
             tokens = step.wait()
         outputs, row = [], 0
@@ -254,6 +269,10 @@ class Engine:
                 outputs += self._accept_draw(step, draw, row, tokens[row : row + draw.rows])
             row += draw.rows
         return outputs
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self._compilation is None or self._compilation.is_done
 
     def _next_step(self) -> Scheduled:
         scheduled = self._scheduler.schedule()

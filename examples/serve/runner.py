@@ -97,6 +97,10 @@ class Runner:
         Whether a token's result does not depend on what else is in the step: see `invariance`.
     workspace_bytes : int
         Memory for what attention divides among thread blocks.
+    prompt_backend : str
+        The one that attention for prompts takes.
+    before_capture : callable
+        Called before a graph is captured.
     """
 
     model: Model
@@ -107,6 +111,8 @@ class Runner:
     use_cuda_graph: bool
     batch_invariant: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
+    prompt_backend: str = "auto"
+    before_capture: Callable[[], None] = lambda: None
     _graphs: dict[int, _Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,6 +130,7 @@ class Runner:
             self.model.dtype,
             self.kv_dtype,
             self.batch_invariant,
+            self.prompt_backend,
         )
         self._tile = tile_rows(device) if self.batch_invariant else None
         # Rows of cosines and sines beyond those of the positions: frequencies of long texts.
@@ -238,13 +245,13 @@ class Runner:
         return table
 
     def _on_device(
-        self, host: Table, count: int, decodes: bool, plans: bool = True
+        self, host: Table, count: int, decodes: bool, specs: Sequence[Any] | None = None
     ) -> tuple[Table, Batch]:
         packed = host.packed.to(self.model.device, non_blocking=True)
         table = Table.divide(packed, len(host.lengths), len(host.tokens))
         wrappers = self._decode if decodes else self._prefill
-        if plans:
-            self._plan(wrappers, host, table.kv_indices, host.qo_indptr)
+        planned = wrappers if specs is None else {spec: wrappers[spec] for spec in specs}
+        self._plan(planned, host, table.kv_indices, host.qo_indptr)
         batch = self._batch(table, count, decodes)
         batch.attention = wrappers
         if self._states and not decodes:
@@ -261,14 +268,14 @@ class Runner:
         singles_ = torch.tensor(singles, dtype=torch.int64, pin_memory=on_gpu)
         batch.singles = singles_.to(self.model.device, non_blocking=True)
 
-    def prepare(self, chunks: Sequence[Chunk], plans: bool = True) -> Batch:
+    def prepare(self, chunks: Sequence[Chunk], specs: Sequence[Any] | None = None) -> Batch:
         """What the layers of a step get, for calls of single layers.
 
-        `plans`: attention is planned, too; what calls none needs no plan.
+        `specs`: of the attention that is planned; None: all of it.
         """
         count = sum(len(chunk.tokens) for chunk in chunks)
         host = self._table(chunks, len(chunks), round_up(count, self._tile))
-        return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks), plans)[1]
+        return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks), specs)[1]
 
     def _batch(self, table: Table, attended: int, decodes: bool) -> Batch:
         batch_indices, positions = kernels.get_batch_indices_positions(
@@ -351,6 +358,7 @@ class Runner:
         return self.model.logits(rows, self._tile)
 
     def _capture(self, graph: _Graph) -> torch.Tensor:
+        self.before_capture()
         # The first run compiles what is missing, and its result is this step's. A capture only
         # records, so that the cache is written once.
         stream = torch.cuda.Stream()

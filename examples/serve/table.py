@@ -21,6 +21,8 @@ class Settings:
         Types of activations and of the cache.
     batch_invariant : bool
         Whether a token's result must not depend on what else is in the step.
+    backend : str
+        The one that attention for prompts takes; `ahead` names one whose kernel will be needed.
     """
 
     workspace: torch.Tensor
@@ -28,6 +30,7 @@ class Settings:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     batch_invariant: bool = False
+    backend: str = "auto"
 
 
 @dataclass

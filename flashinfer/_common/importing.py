@@ -12,11 +12,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-# Two threads that import packages which need modules of each other would end in a deadlock, which
-# Python turns into an error.
-_LATER_IMPORTS = threading.RLock()
 
 
 def is_command_line() -> bool:
@@ -50,6 +47,16 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+# A thread that imports a package and one that imports a submodule of it hold a lock each and want
+# the other's; Python then gives one of them an error.
+_one_at_a_time = threading.RLock()
+
+
+def _import(name: str) -> ModuleType:
+    with _one_at_a_time:
+        return importlib.import_module(name)
+
+
 def missing_attribute(
     name: str, package: dict[str, Any], later: Mapping[str, Sequence[str]]
 ) -> object:
@@ -71,14 +78,12 @@ def missing_attribute(
     """
     for submodule, names in later.items():
         if name in names:
-            with _LATER_IMPORTS:
-                module = importlib.import_module(f"{package['__name__']}.{submodule}")
+            module = _import(f"{package['__name__']}.{submodule}")
             package[name] = getattr(module, name)
             return package[name]
     full = f"{package['__name__']}.{name}"
     if not name.startswith("_") and importlib.util.find_spec(full) is not None:
-        with _LATER_IMPORTS:
-            return importlib.import_module(full)
+        return _import(full)
     everything = {*package, *itertools.chain(*later.values())}
     public = [known for known in everything if not known.startswith("_")]
     close = difflib.get_close_matches(name, public, n=3)

@@ -85,8 +85,11 @@ def test_all_and_only_what_requests_use(
     expected = {spec.name for spec in named if not spec.name.endswith("_fa3")}
     assert used == expected
     used.clear()
-    compile_all(model, 16, kv_dtype or torch.float16, False)
-    assert used == expected
+    compilation = compile_all(model, 16, kv_dtype or torch.float16, False)
+    compilation.wait_for_prompt()
+    assert used and all(future.done() for future in compilation.prompt)
+    compilation.wait()
+    assert used == expected and compilation.is_done
 
 
 @pytest.mark.parametrize("arch, count", [("9.0a", 1), ("8.0", 0)])

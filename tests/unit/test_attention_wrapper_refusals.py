@@ -355,3 +355,9 @@ def test_a_number_of_tokens_is_explained_by_the_length_of_requests():
 def test_convert_bsr_mask_layout_refuses(mask, indptr, name):
     with pytest.raises((TypeError, ValueError), match=f"`{name}`"):
         convert_bsr_mask_layout(mask, indptr)
+
+
+def test_a_plan_with_sinks_takes_the_module_of_its_runs():
+    """The other one would be compiled for nothing."""
+    with flashinfer.reference_backend():
+        assert plan_sinks()._executor.config.sinks

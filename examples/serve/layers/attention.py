@@ -75,9 +75,12 @@ class AttentionSpec:
                 head_dim_qk=self.dim,
                 head_dim_vo=self.dim,
                 window_left=self.window,
+                backend=settings.backend,
                 **buffers,
             )
-        return kernels.BatchPrefillWithPagedKVCacheWrapper(settings.workspace, **buffers)
+        return kernels.BatchPrefillWithPagedKVCacheWrapper(
+            settings.workspace, backend=settings.backend, **buffers
+        )
 
     def plan(
         self,

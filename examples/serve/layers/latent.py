@@ -91,9 +91,10 @@ class LatentSpec:
         absorbed = kernels.mla.BatchMLAPagedAttentionWrapper(settings.workspace, **buffers)
         if decodes:
             return LatentWrappers(absorbed, None)
-        return LatentWrappers(
-            absorbed, kernels.BatchPrefillWithRaggedKVCacheWrapper(settings.workspace)
+        expanded = kernels.BatchPrefillWithRaggedKVCacheWrapper(
+            settings.workspace, backend=settings.backend
         )
+        return LatentWrappers(absorbed, expanded)
 
     def plan(
         self,

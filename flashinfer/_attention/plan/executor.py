@@ -191,7 +191,8 @@ class AttentionExecutor:
             return
         module = self._modules.get(key)
         if module is None:
-            # What is wrong with the request is said before anything is compiled.
+            key.build_beside_planner()
+            # What is wrong with the request is said before anything else is compiled.
             planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, options, rows)
             planner.plan(None, -1, requests, seconds)
             module = self._modules[key] = key.load()
@@ -215,9 +216,8 @@ class AttentionExecutor:
         key.config()
         planner, self._planner = self._planner, self._checker
         try:
-            checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, NO_OPTIONS, ALL_ROWS)
-            self._checker = checker
-            checker.plan(None, -1, problem.requests, None if second is None else second.requests)
+            self._checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, NO_OPTIONS, ALL_ROWS)
+            self._checker.plan(None, -1, problem.requests, second and second.requests)
         except _NO_MODULE:
             if not is_computed_from_plans():
                 raise
@@ -398,9 +398,9 @@ class AttentionExecutor:
         elif choice is None:
             choice = choose_kernel(problem, self.device, second=second, fixed_split_size=fixed)
         mask_mode = spec.mask_mode if mask is None else mask.mode
-        paged, has_window = problem.requests.page_size > 0, spec.window_left >= 0
+        paged, window = problem.requests.page_size > 0, spec.window_left >= 0
         shape = SecondShape.of(second or problem) if choice.tile_q_second else NO_SECOND
-        return ModuleKey(spec.kernel_options, choice, paged, mask_mode, has_window, shape)
+        return ModuleKey(spec.kernel_options, choice, paged, mask_mode, window, shape, spec.sinks)
 
     def _configured(
         self,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import torch
 
 from ..._common.checks import tensor as check_tensor
 from ...jit.attention.config import AttentionConfig
-from ...jit.attention.modules import AttentionModule, get_attention_module
+from ...jit.attention.modules import (
+    AttentionModule,
+    gen_attention_module,
+    get_attention_module,
+)
+from ...jit.attention.plan import is_planner_built
 from .choice import KernelChoice
 from .planner import ANY_ROWS
 from .requests import AttentionProblem
@@ -90,6 +97,21 @@ class ModuleKey(NamedTuple):
             device_lengths=self.device_lengths,
             profiled=options.profiled,
         )
+
+    def build_beside_planner(self) -> None:
+        """Begin to compile the module if the planner has to be compiled, too.
+
+        Whoever loads the module waits for this, and says what is wrong.
+        """
+        if is_planner_built():
+            return
+        spec = gen_attention_module(self.config(), self.options.variant)
+
+        def build() -> None:
+            with contextlib.suppress(Exception):
+                spec.build()
+
+        threading.Thread(target=build, daemon=True).start()
 
     def load(self) -> AttentionModule:
         """The module, compiled first if need be."""

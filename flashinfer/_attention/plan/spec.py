@@ -51,6 +51,8 @@ class AttentionSpec:
         The backend that the caller asks for: ``"auto"``, ``"fa2"`` or ``"fa3"``.
     profiled : bool
         Whether the kernel records its events.
+    sinks : bool
+        Whether every run has sinks; if not, a run that has some takes another module.
     mask_mode : str
         Mask of the kernel where no tensor is one, as in ``AttentionConfig``.
     kernel_options : KernelOptions
@@ -82,6 +84,7 @@ class AttentionSpec:
     variant: AttentionVariant | None = None
     backend: str = "auto"
     profiled: bool = False
+    sinks: bool = False
     kernel_options: KernelOptions = field(init=False, repr=False, compare=False)
     group_size: int = field(init=False, repr=False, compare=False)
     tile_head_dim: int = field(init=False, repr=False, compare=False)

@@ -1,5 +1,6 @@
 """Attention with sinks: ``flashinfer.attention.BatchAttentionWithAttentionSinkWrapper``."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -131,7 +132,7 @@ paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_b
         )
         for name in self._made_for:
             self._check_made_for(name, getattr(spec, name))
-        return spec
+        return dataclasses.replace(spec, sinks=True)
 
     def _check_made_for(self, name: str, planned: Any) -> None:
         if planned != self._made_for[name]:

@@ -33,3 +33,9 @@ def gen_attention_plan_module(config: AttentionPlanConfig | None = None) -> JitS
 def get_attention_plan_module() -> Any:
     """The loaded module, compiled first if need be."""
     return gen_attention_plan_module().build_and_load()
+
+
+def is_planner_built() -> bool:
+    """Whether the planner is loaded or can be without a compiler."""
+    loaded = get_attention_plan_module.cache_info().currsize > 0
+    return loaded or gen_attention_plan_module().is_built()
