@@ -8,10 +8,15 @@ import importlib
 import importlib.util
 import itertools
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+# Two threads that import packages which need modules of each other would end in a deadlock, which
+# Python turns into an error.
+_LATER_IMPORTS = threading.RLock()
 
 
 def is_command_line() -> bool:
@@ -66,12 +71,14 @@ def missing_attribute(
     """
     for submodule, names in later.items():
         if name in names:
-            module = importlib.import_module(f"{package['__name__']}.{submodule}")
+            with _LATER_IMPORTS:
+                module = importlib.import_module(f"{package['__name__']}.{submodule}")
             package[name] = getattr(module, name)
             return package[name]
     full = f"{package['__name__']}.{name}"
     if not name.startswith("_") and importlib.util.find_spec(full) is not None:
-        return importlib.import_module(full)
+        with _LATER_IMPORTS:
+            return importlib.import_module(full)
     everything = {*package, *itertools.chain(*later.values())}
     public = [known for known in everything if not known.startswith("_")]
     close = difflib.get_close_matches(name, public, n=3)

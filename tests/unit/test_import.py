@@ -170,3 +170,44 @@ def test_reference_plans_need_no_compiler(tmp_path: Path):
     env = {"FLASHINFER_BACKEND": "reference", "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
     env |= {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
     assert run_watched(WITHOUT_COMPILER, os.environ | env) == [[1, 1], [3, 1]]
+
+
+IMPORTS_BESIDE_EACH_OTHER = """
+import sys, threading, time
+import flashinfer
+
+products_begin = threading.Event()
+
+class Slow:
+    # The products' package stops halfway until the mixtures' package wants a module of it.
+    def find_spec(name, path, target=None):
+        if name == "flashinfer.gemm.router":
+            products_begin.set()
+            time.sleep(0.5)
+        elif name == "flashinfer._moe.four_bit":
+            products_begin.wait(1)
+
+sys.meta_path.insert(0, Slow)
+failed = []
+
+def ask(name):
+    try:
+        getattr(flashinfer, name)
+    except BaseException as error:
+        failed.append(f"{name}: {error!r}")
+
+threads = [threading.Thread(target=ask, args=[name]) for name in ("gemm", "fused_moe")]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert products_begin.is_set()
+sys.exit("; ".join(failed) or 0)
+"""
+
+
+def test_threads_may_need_packages_of_each_other():
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS_BESIDE_EACH_OTHER], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
