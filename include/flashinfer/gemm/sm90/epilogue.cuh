@@ -97,6 +97,10 @@ class GemmEpilogue {
     if constexpr (Tile::kActivation == GemmActivation::relu2) square(sums);
     if (params_.gemm.row_weight != nullptr) weigh(work, sums);
     if constexpr (Tile::kQuantizes) quantizer_.run(work, sums);
+    if constexpr (Tile::kStoresWhole) {
+      store_whole(work, sums, whole);
+      return;
+    }
 #pragma unroll
     for (int rep = 0; rep < kOutReps; ++rep) {
       const uint32_t left = (warpgroup_idx_ * kOutReps + rep) * 64;
@@ -228,13 +232,47 @@ class GemmEpilogue {
     return buffer_ + row * kBoxBytes + (column ^ swizzle) * 16;
   }
 
-  // Rounds the sums of right rows 8 first_tile... and puts them where a row of D is a row.
+  // All boxes have a buffer each: nothing waits for a store but that of the tile before.
+  template <typename Sums>
+  __device__ __forceinline__ void store_whole(const GemmWork& work, const Sums& sums, bool whole) {
+    constexpr int kRepBoxes = kOutTiles / kStoreTiles;
+    if (thread_idx_ == 0) ptx::tma_store_wait_read();
+    barrier();
+#pragma unroll
+    for (int box = 0; box < Tile::kStoreBoxes; ++box) {
+      buffer_ = buffers_ + box * Tile::kStoreBytes;
+      fill(sums[box / kRepBoxes], box % kRepBoxes * kStoreTiles);
+    }
+    ptx::async_proxy_fence();
+    barrier();
+    if (whole && thread_idx_ != 0) return;
+#pragma unroll 1
+    for (int box = 0; box < Tile::kStoreBoxes; ++box) {
+      buffer_ = buffers_ + box * Tile::kStoreBytes;
+      const uint32_t row = work.row + (warpgroup_idx_ * kReps + box / kRepBoxes) * 64;
+      const uint32_t column = work.column + box % kRepBoxes * Tile::kStoreRights;
+      if (whole) {
+        store_box(row, column, work.batch);
+      } else {
+        store_rows(work, row, column);
+      }
+    }
+  }
+
+  // Rounds sums into a buffer that is free.
   __device__ __forceinline__ void stage(const float (&sums)[kTiles][4], int first_tile) {
     if (Tile::kStoreBuffers == 2) {
       buffer_ = buffer_ == buffers_ ? buffers_ + Tile::kStoreBytes : buffers_;
     }
     if (thread_idx_ == 0) ptx::tma_store_wait_read<Tile::kStoreBuffers - 1>();
     barrier();
+    fill(sums, first_tile);
+    ptx::async_proxy_fence();
+    barrier();
+  }
+
+  // Rounds the sums of right rows 8 first_tile... and puts them where a row of D is a row.
+  __device__ __forceinline__ void fill(const float (&sums)[kTiles][4], int first_tile) const {
     const uint32_t matrix = lane_idx_ / 8, within = lane_idx_ % 8;
 #pragma unroll
     for (int j = 0; j < kStoreTiles; j += 2) {
@@ -266,8 +304,6 @@ class GemmEpilogue {
         }
       }
     }
-    ptx::async_proxy_fence();
-    barrier();
   }
 
   __device__ __forceinline__ void store_box(uint32_t row, uint32_t column, uint32_t batch) {

@@ -105,6 +105,9 @@ struct GemmTile : Config {
   static constexpr int kBoxRows = kSwap ? kStoreRights : 64;
   static constexpr int kStoreBytes = kStagesOutput ? round_up(kBoxRows * kBoxColumns * 2, 1024) : 0;
 
+  // Boxes of D that each warpgroup stores.
+  static constexpr int kStoreBoxes = kReps * kOutRights / kStoreRights;
+
   // The largest value of each warp's columns, for each row.
   static constexpr int kMaximaBytes =
       kQuantizesBlocks && kSwap ? kConsumers * 4 * kTileRows * 4 : 0;
@@ -131,8 +134,15 @@ struct GemmTile : Config {
     const int stages = (kMaxBytes - fixed) / (kStageBytes + 16);
     return stages < Config::kMaxStages ? stages : Config::kMaxStages;
   }
+  // All CTAs store at the same time, more than L2 takes at once. A large tile with three stages
+  // waits for that as a whole, and the next one is multiplied meanwhile (docs/tuning/gemm.md).
+  static constexpr bool kStoresWhole = kStagesOutput && !kQuantizes && !kGated && !kSwap &&
+                                       kSplits == 1 && kTileRows * kTileColumns > 128 * 128 &&
+                                       fitting_stages(kStoreBoxes) == fitting_stages(1);
   // With two buffers a warpgroup fills one while the other is stored, but a stage is worth more.
-  static constexpr int kStoreBuffers = fitting_stages(2) == fitting_stages(1) ? 2 : 1;
+  static constexpr int kStoreBuffers = kStoresWhole                             ? kStoreBoxes
+                                       : fitting_stages(2) == fitting_stages(1) ? 2
+                                                                                : 1;
   static constexpr int kFitting = fitting_stages(kStoreBuffers);
   // Consumers of few sums take the stages of four blocks whose scales come together.
   static constexpr int kStages = kBlockScales && kFitting >= 2 * kScaleBlocks
