@@ -29,7 +29,8 @@ _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longe
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
 _STORE = 0.6  # microseconds to store a tile
-_HIDDEN_STORE = 2.2  # that a tile takes less if the next one is multiplied while it is stored
+_HIDDEN_STORE = 3.5  # that a tile takes less if the next one is multiplied while it is stored
+_STORING_ROWS = 1024  # of a group, from which on that shows: below, memory is the bound
 _STORING_STAGES = 3  # with which a whole tile of 128 x 256 can wait for its store
 _LEAST_CLOCKS = 310  # that a CTA takes for a stage, however small
 _OUTSIDE_CLOCKS = 20  # that the copy engine takes for a row of a box that a does not have
@@ -195,9 +196,10 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
             yield replace(tile, tile_columns=columns)
     if blocks and problem.group_rows > base.tile_rows:
         yield replace(base, tile_rows=256, cluster_rows=2)
-        if problem.dtype_out.itemsize == 2:
-            wide = replace(base, tile_columns=256, cluster_columns=2)
-            yield replace(wide, max_stages=_STORING_STAGES)
+    many = problem.groups == "indices" or (blocks and problem.group_rows > base.tile_rows)
+    if many and not gated and problem.scale == "block" and problem.dtype_out.itemsize == 2:
+        wide = replace(base, tile_columns=256, cluster_columns=2)
+        yield replace(wide, max_stages=_STORING_STAGES)
 
 
 def _few(base: GemmConfig, rows: int) -> Iterator[GemmConfig]:
@@ -250,7 +252,8 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     clocks = max(_block_clocks(config, element), _LEAST_CLOCKS)
     clocks = max(clocks, _OUTSIDE_CLOCKS * _rows_outside(problem, config))
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
-    if config.max_stages == _STORING_STAGES:
+    dense = problem.groups == "batch"
+    if config.max_stages == _STORING_STAGES and (dense or problem.group_rows >= _STORING_ROWS):
         compute -= (rounds - 1) * _HIDDEN_STORE
     # What the other CTA of a cluster does not load comes from L2.
     loaded = 128 * (

@@ -130,8 +130,8 @@ def _ask(runner: TileRunner) -> Any:
 
 
 def tactic_of(config: GemmConfig) -> tuple[int, ...]:
-    """The tiles of a configuration, without types and options."""
-    return (
+    """The tiles of a configuration, without types and options; stages last if a tile's are few."""
+    tiles = (
         config.tile_rows,
         config.tile_columns,
         config.consumers,
@@ -140,6 +140,8 @@ def tactic_of(config: GemmConfig) -> tuple[int, ...]:
         config.cluster_columns,
         config.splits,
     )
+    few_stages = config.max_stages != GemmConfig.max_stages
+    return (*tiles, config.max_stages) if few_stages else tiles
 
 
 class TileRunner(TunableRunner):
