@@ -62,6 +62,7 @@ class WeightGemmConfig(ModuleConfig):
     activation: str = "identity"
     streams: bool = False
     columns: int = 0
+    warp_rows: int = 32
 
     def __post_init__(self) -> None:
         check_dtype("input", self.dtype_a, HALF)

@@ -20,4 +20,19 @@ __device__ __forceinline__ uint32_t mask_and_flip(uint32_t x, uint32_t mask, uin
   return bits;
 }
 
+// (x ^ flips) & mask.
+__device__ __forceinline__ uint32_t flip_and_mask(uint32_t x, uint32_t flips, uint32_t mask) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(bits) : "r"(x), "r"(flips), "r"(mask));
+  return bits;
+}
+
+// Four of the eight bytes of `a` (0 to 3) and `b` (4 to 7), named by four bits each; the upper of
+// these asks for eight copies of the byte's sign.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
+
 }  // namespace flashinfer

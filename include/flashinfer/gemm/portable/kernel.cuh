@@ -150,14 +150,14 @@ class WeightGemm {
 
   // Gives the activations that this thread copied the order of the codes.
   __device__ __forceinline__ void pair_own_activations(uint32_t chunk) const {
-    if constexpr (Codes::kBits != 4) return;
+    if constexpr (Codes::kPairsNeighbours) return;
     const uint32_t target = shared_ + Tile::kOffsetActivations + chunk % 2 * Tile::kActivationBytes;
 #pragma unroll 4
     for (int j = 0; j < kOwnPieces; ++j) {
       const uint32_t index = threadIdx.x + j * Tile::kThreads;
       const uint32_t address = target + place_of(index / kRowPieces, index % kRowPieces);
       const uint4 x = ptx::load_shared_16(address);
-      ptx::store_shared_16(address, pair_activations<Tile::kFormat>(x));
+      ptx::store_shared_16(address, pair_activations<Codes>(x));
     }
   }
 

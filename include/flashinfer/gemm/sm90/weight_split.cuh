@@ -10,6 +10,15 @@
 
 namespace flashinfer {
 
+// Adds four sums in shared memory to `sum`.
+__device__ __forceinline__ void add_shared(uint32_t shared, float (&sum)[4]) {
+  const uint4 bits = ptx::load_shared_16(shared);
+  sum[0] += __uint_as_float(bits.x);
+  sum[1] += __uint_as_float(bits.y);
+  sum[2] += __uint_as_float(bits.z);
+  sum[3] += __uint_as_float(bits.w);
+}
+
 template <typename Tile>
 class WeightSplit {
   static constexpr uint32_t kSplits = Tile::kSplits;
@@ -33,14 +42,11 @@ class WeightSplit {
     return (ptx::cluster_rank() + i * kSplits) * 16;
   }
 
-  // Pushes a warp's sums of a block, for each eight tokens, to the CTA that adds them up.
-  __device__ __forceinline__ void push(uint32_t block, uint32_t part,
-                                       const float (&sums)[Tile::kTokenTiles][4]) const {
+  // Pushes sums of a block and eight tokens to the CTA that adds them up.
+  __device__ __forceinline__ void push(uint32_t block, uint32_t tile, uint32_t part,
+                                       const float (&sum)[4]) const {
     const uint32_t source = ptx::cluster_rank() * Tile::kSources + part;
-#pragma unroll
-    for (int tile = 0; tile < Tile::kTokenTiles; ++tile) {
-      ptx::store_remote(address(block / kSplits, source, tile), full_, block % kSplits, sums[tile]);
-    }
+    ptx::store_remote(address(block / kSplits, source, tile), full_, block % kSplits, sum);
   }
 
   // A lane's four sums of block `i` of this CTA, once all parts have come.
@@ -50,11 +56,7 @@ class WeightSplit {
     for (float& x : sum) x = 0.f;
 #pragma unroll 4
     for (uint32_t source = 0; source < kSplits * Tile::kSources; ++source) {
-      const uint4 bits = ptx::load_shared_16(address(i, source, tile));
-      sum[0] += __uint_as_float(bits.x);
-      sum[1] += __uint_as_float(bits.y);
-      sum[2] += __uint_as_float(bits.z);
-      sum[3] += __uint_as_float(bits.w);
+      add_shared(address(i, source, tile), sum);
     }
   }
 

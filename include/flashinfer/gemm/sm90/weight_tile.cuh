@@ -10,6 +10,12 @@
 // These tiles have the rows that leave no SM idle, and may have two teams, which take turns at
 // stages. Else CTAs are persistent and take tile after tile of 128 rows.
 #pragma once
+#ifndef WFOUR_GATHER
+#define WFOUR_GATHER 1
+#endif
+#ifndef WFOUR_CTAS
+#define WFOUR_CTAS 2
+#endif
 
 #include <flashinfer/gemm/activation.cuh>
 #include <flashinfer/gemm/weight_codes.cuh>
@@ -30,13 +36,18 @@ struct WeightStreamTile : Config {
   static constexpr bool kOnce = Config::kColumns != 0;
   static constexpr int kColumns = kOnce ? Config::kColumns : 128;  // columns of D
   // Warps of a team: of rows, and of a stage's k.
-  static constexpr int kSlices = kColumns / 32, kParts = 8 / kSlices, kTeamWarps = 8;
+  static constexpr int kWarpRows = Config::kWarpRows, kSlices = kColumns / kWarpRows;
+#ifdef WFOUR_PARTS
+  static constexpr int kParts = kOnce ? WFOUR_PARTS : 8 / kSlices, kTeamWarps = kSlices * kParts;
+#else
+  static constexpr int kParts = kWarpRows == 32 ? 8 / kSlices : 2, kTeamWarps = kSlices * kParts;
+#endif
   static constexpr int kWarps = Config::kWarps, kTeams = kWarps / kTeamWarps;
-  static_assert(kSlices * kParts == kTeamWarps && kTeams * kTeamWarps == kWarps);
-  static_assert(kOnce || (kTeams == 1 && kSplits == 1));
+  static_assert(kSlices * kWarpRows == kColumns && kTeams * kTeamWarps == kWarps);
+  static_assert(kOnce || (kTeams == 1 && kSplits == 1 && kWarpRows == 32));
   static constexpr int kThreads = 32 * kWarps + 32;  // one warp loads
   // Boxes of rows, of which a gated tile has gates in one.
-  static constexpr int kBoxRows = kColumns / 2, kBoxes = 2;
+  static constexpr int kBoxes = kWarpRows / 16, kBoxRows = kColumns / kBoxes;
   static_assert(kBoxRows == 16 * kSlices);
   static constexpr bool kGated = is_gated(Config::kActivation);
   static constexpr int kOutColumns = kGated ? kColumns / 2 : kColumns;
@@ -51,7 +62,7 @@ struct WeightStreamTile : Config {
   static constexpr bool kScalesSums = !kScalesPairs && kGroup != 0;
   static_assert(!kScalesSums || kGroup == 128, "a warp's part of a stage has one scale for a row");
   // Scaled codes are 2^kShift too small, so that factors of usual scales are finite.
-  static constexpr int kShift = kScalesPairs ? 8 : 0;
+  static constexpr int kShift = kScalesPairs ? 8 : Codes::kShift;
 
   // Scales come in boxes of 16 bytes of each row, which are those of some stages.
   static constexpr bool kHasBoxes = kGroup != 0;
@@ -71,24 +82,27 @@ struct WeightStreamTile : Config {
   // the 128-byte swizzle.
   static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + (kOnce ? 0 : 16);
   static constexpr int kActivationBytes = kTokens * kTokenStride;
+  // Many warps with the same rows add up their sums before they push them.
+  static constexpr bool kGathers = WFOUR_GATHER && kOnce;
   // Sums of a tile: by token and row in persistent CTAs; else as warps push them to the CTA that
   // adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
-  static constexpr int kSumStride = kColumns + 4, kSources = kParts * kTeams;
+  static constexpr int kSumStride = kColumns + 4, kSources = kGathers ? 1 : kParts * kTeams;
   static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
   static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
   static constexpr int kSumBytes =
-      !kOnce ? kParts * kTokens * kSumStride * 4 : kOwnedBlocks * kSplits * kSources * kBlockBytes;
+      !kOnce ? kParts * kTokens * kSumStride * 4
+      : kGathers && kSplits == 1 ? 0 : kOwnedBlocks * kSplits * kSources * kBlockBytes;
   static_assert(!kOnce || !kGated, "a warp has gates and values in different blocks");
   static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
   // Only products of persistent CTAs are in groups.
   static constexpr int kMaxGroups = 1024, kTableBytes = !kOnce ? (kMaxGroups + 4) * 4 : 0;
 
-  static constexpr int kLeastCtas = kTokens <= 16 ? 2 / kTeams : 1;  // of an SM
+  static constexpr int kLeastCtas = kTokens <= 16 && kWarps == 8 ? WFOUR_CTAS : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
   static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes - 8) /
                                         (kStageBytes + kScaleBytes + kActivationBytes + 16);
-  static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
-  static_assert(kStages >= 2);
+  static constexpr int kStages = kFittingStages < 12 ? kFittingStages : 12;
+  static_assert(kStages >= 2 && kStages >= kTeams);
 
   static constexpr int kOffsetActivations = kStages * kStageBytes;
   static constexpr int kOffsetScales = kOffsetActivations + kStages * kActivationBytes;
