@@ -13,6 +13,7 @@
 #include <flashinfer/ptx/fma_pair.cuh>
 #include <flashinfer/ptx/mma.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
+#include <flashinfer/ptx/opaque.cuh>
 #include <flashinfer/ptx/shared.cuh>
 
 namespace flashinfer {
@@ -55,8 +56,10 @@ class WeightConsumer {
     const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const uint32_t g = lane_idx / 4;
     t_ = lane_idx % 4;
-    factor_ = kept(params.gemm.m == 0 ? 0u : 0x7d007f00u);
-    signs_ = kept(params.gemm.m == 0 ? 0u : 0x88888888u);
+    if constexpr (Codes::kIsInt4) {
+      factor_ = ptx::resident(Codes::factor(1.f), params.gemm.m == 0);
+      signs_ = ptx::resident(Codes::kSigns, params.gemm.m == 0);
+    }
     slice_ = warp_idx % Tile::kSlices;
     half_ = warp_idx / Tile::kSlices % Tile::kParts;
     team_ = warp_idx / Tile::kTeamWarps;
@@ -116,10 +119,6 @@ class WeightConsumer {
     const uint32_t codes = codes_ + ring.stage * Tile::kStageBytes;
     const uint32_t activations = ring.stage * Tile::kActivationBytes;
     Factors factors;
-    if (!kPowers && !kQuarters) {
-#pragma unroll
-      for (int i = 0; i < 2 * kBoxes; ++i) factors[i / 2][i % 2][0] = factor_;
-    }
     const uint32_t scales =
         scales_ + ring.box * Tile::kScaleBytes + stage % Tile::kBoxStages * Tile::kStageScaleBytes;
     if constexpr (kPowers) {
@@ -146,6 +145,9 @@ class WeightConsumer {
               Codes::factor(scale_of_bits<Scale>(ordered >> (8 * j) & 0xffu));
         }
       }
+    } else if constexpr (Codes::kIsInt4) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBoxes; ++i) factors[i / 2][i % 2][0] = factor_;
     }
     if constexpr (!Tile::kScalesSums) {
       add_products(codes, kAll, factors, activations, sums);
@@ -206,8 +208,8 @@ class WeightConsumer {
       for (int box = 0; box < kBoxes; ++box) {
         uint32_t low[4], high[4];
         constexpr int kLast = kQuarters ? 1 : 0;
-        Codes::unpack({words[box][0][j] & keep}, factors[box][0][j / 2 * kLast], low, signs_);
-        Codes::unpack({words[box][1][j] & keep}, factors[box][1][j / 2 * kLast], high, signs_);
+        Codes::unpack({words[box][0][j] & keep}, factors[box][0][j / 2 * kLast], signs_, low);
+        Codes::unpack({words[box][1][j] & keep}, factors[box][1][j / 2 * kLast], signs_, high);
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; ++tile) {
           float (&sum)[4] = sums[box][tile];
@@ -365,8 +367,8 @@ class WeightConsumer {
   const uint32_t shared_;
   float* const partial_;
   uint32_t slice_, half_, team_, t_, row_;    // row_: of a box, in the first eight of the slice
-  uint32_t factor_, signs_;
   uint32_t codes_, scales_, activations_[2];  // of stage 0, for this lane
+  uint32_t factor_, signs_;                   // of integers
 };
 
 }  // namespace flashinfer

@@ -8,10 +8,6 @@ namespace flashinfer {
 inline uint32_t select_bits(uint32_t x, uint32_t y, uint32_t mask) {
   return (x & mask) | (y & ~mask);
 }
-inline uint32_t mask_and_flip(uint32_t x, uint32_t mask, uint32_t flips) {
-  return (x & mask) ^ flips;
-}
-
 inline uint32_t flip_and_mask(uint32_t x, uint32_t flips, uint32_t mask) {
   return (x ^ flips) & mask;
 }
