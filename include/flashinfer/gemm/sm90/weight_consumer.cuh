@@ -91,6 +91,7 @@ class WeightConsumer {
     WeightRing<Tile> ring;
     WeightGemmWork work;
     while (schedule_.next(work)) {
+      if (WAIT_LATE(Tile)) ptx::grid_dependency_wait();
       Sums sums = {};
       for (uint32_t i = 0; i < stages_.count; ++i) {
         if (stages_.begins_box(i)) ring.advance_box();

@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     if (Tile::kOnce) ptx::tma_prefetch_map(&params.activations);
   }
   // With `starts_early` the offsets were written before the preceding grid began; it lets this one
-  // start only after it has waited for them itself.
-  if (!params.gemm.starts_early) ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-  if (warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
+  // start only after it has waited for them itself. CTAs of one tile find out about it first.
+  if (!params.gemm.starts_early && !WAIT_LATE(Tile)) ptx::grid_dependency_wait();
+  if (!WAIT_LATE(Tile)) ptx::grid_launch_dependents();
+  if (!Tile::kOnce && warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
   __syncthreads();
   if (warp_idx == Tile::kWarps) {
     WeightProducer<Tile>(params, shared, table).run();

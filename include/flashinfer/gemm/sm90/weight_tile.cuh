@@ -13,6 +13,10 @@
 #ifndef WFOUR_GATHER
 #define WFOUR_GATHER 1
 #endif
+#ifndef WFOUR_LATE
+#define WFOUR_LATE 1
+#endif
+#define WAIT_LATE(T) (WFOUR_LATE && T::kOnce)
 #ifndef WFOUR_CTAS
 #define WFOUR_CTAS 2
 #endif
