@@ -101,6 +101,10 @@ class WeightConsumer {
           multiply(ring, stages_.first + i, sums);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full + Tile::kStages * 8);
+          if (Tile::kShares > 1 && threadIdx.x % 32 == 1) {
+            ptx::mbarrier_arrive_relaxed(
+                ptx::remote_address(full + Tile::kStages * 8, ptx::cluster_rank() ^ 1));
+          }
         }
         ring.advance();
       }

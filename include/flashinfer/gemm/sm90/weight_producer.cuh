@@ -81,8 +81,17 @@ class WeightProducer {
                                                params_.box_tokens * Tile::kTokenBytes);
       ptx::tma_load_hinted(shared_ + ring.stage * Tile::kStageBytes, &params_.codes, barrier, 0,
                            work.column, stage * (Tile::kParts / 2), policy_);
-      ptx::tma_load(shared_ + Tile::kOffsetActivations + ring.stage * Tile::kActivationBytes,
-                    &params_.activations, barrier, 0, work.row, stage * (Tile::kParts * 2));
+      const uint32_t activations =
+          shared_ + Tile::kOffsetActivations + ring.stage * Tile::kActivationBytes;
+      constexpr uint32_t kLines = Tile::kParts * 2 / Tile::kShares;
+      if constexpr (Tile::kShares == 1) {
+        ptx::tma_load(activations, &params_.activations, barrier, 0, work.row, stage * kLines);
+      } else {
+        const uint32_t rank = ptx::cluster_rank();
+        ptx::tma_load_multicast(activations + rank * kLines * params_.box_tokens * 128,
+                                &params_.activations, barrier, 0, work.row,
+                                (stage * Tile::kShares + rank) * kLines, (1 << Tile::kShares) - 1);
+      }
       if (begins_box) {
         ptx::tma_load(shared_ + Tile::kOffsetScales + ring.box * Tile::kScaleBytes, &params_.scales,
                       barrier, stage / Tile::kBoxStages * Tile::kBoxStep, work.column, 0);

@@ -13,6 +13,9 @@
 #ifndef WFOUR_GATHER
 #define WFOUR_GATHER 1
 #endif
+#ifndef WFOUR_SHARES
+#define WFOUR_SHARES 1
+#endif
 #ifndef WFOUR_LATE
 #define WFOUR_LATE 1
 #endif
@@ -49,6 +52,9 @@ struct WeightStreamTile : Config {
   static constexpr int kWarps = Config::kWarps, kTeams = kWarps / kTeamWarps;
   static_assert(kSlices * kWarpRows == kColumns && kTeams * kTeamWarps == kWarps);
   static_assert(kOnce || (kTeams == 1 && kSplits == 1 && kWarpRows == 32));
+  // CTAs of a cluster with neighbouring columns that share the loads of activations.
+  static constexpr int kShares = kOnce ? WFOUR_SHARES : 1;
+  static_assert(kShares == 1 || (kSplits == 1 && kParts % (4 * kShares) == 0));
   static constexpr int kThreads = 32 * kWarps + 32;  // one warp loads
   // Boxes of rows, of which a gated tile has gates in one.
   static constexpr int kBoxes = kWarpRows / 16, kBoxRows = kColumns / kBoxes;
