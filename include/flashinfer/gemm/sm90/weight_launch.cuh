@@ -68,7 +68,7 @@ inline cudaError_t launch_weight_stream(const WeightGemmParams& params, bool ena
   // Stores to shared memory that complete barriers need a cluster, be it of one CTA.
   return launch_kernel(weight_stream_kernel<Tile>, dim3(clusters * Tile::kSplits),
                        dim3(Tile::kThreads), Tile::kSharedBytes, stream, enable_pdl, kernel,
-                       Tile::kOnce ? Tile::kSplits * Tile::kShares : 0);
+                       Tile::kOnce && !(WFOUR_NOCL && Tile::kSplits * Tile::kShares == 1) ? Tile::kSplits * Tile::kShares : 0);
 }
 
 }  // namespace flashinfer

@@ -16,6 +16,9 @@
 #ifndef WFOUR_SHARES
 #define WFOUR_SHARES 1
 #endif
+#ifndef WFOUR_NOCL
+#define WFOUR_NOCL 0
+#endif
 #ifndef WFOUR_LATE
 #define WFOUR_LATE 1
 #endif
