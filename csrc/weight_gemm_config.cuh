@@ -18,7 +18,6 @@ struct Config {
   static constexpr int kWarps = FLASHINFER_CFG_WARPS;
   static constexpr int kSplits = FLASHINFER_CFG_SPLITS;
   static constexpr int kColumns = FLASHINFER_CFG_COLUMNS;
-  static constexpr int kWarpRows = FLASHINFER_CFG_WARP_ROWS;
   static constexpr GemmActivation kActivation = GemmActivation::FLASHINFER_CFG_ACTIVATION;
 };
 

@@ -15,14 +15,14 @@ namespace {
 using BF16 = dtype::bfloat16;
 
 template <WeightFormat format, typename AType, typename ScaleType, int group, int tokens, int warps,
-          GemmActivation activation, int columns = 0, int warp_rows = 32>
+          GemmActivation activation, int columns = 0>
 struct Config {
   using A = AType;
   using D = AType;
   using Scale = ScaleType;
   static constexpr WeightFormat kFormat = format;
   static constexpr int kGroup = group, kTokens = tokens, kWarps = warps, kSplits = 1;
-  static constexpr int kColumns = columns, kWarpRows = warp_rows;
+  static constexpr int kColumns = columns;
   static constexpr GemmActivation kActivation = activation;
 };
 

@@ -2,9 +2,9 @@
 // have at most eight significant bits, and scales that do not fit are left to the float32 sums.
 //
 // Codes are unpacked eight at a time, in the order of memory (the first of two 4-bit codes is in
-// the lower bits). Pair p holds elements (p, p + 4) of 4-bit floats, because one mask then takes two
-// codes from a word, and elements (2p, 2p + 1) of the others. Both operands of a product need the
-// same order: pair_activations() gives it to eight activations.
+// the lower bits). Pair p holds elements (p, p + 4) of 4-bit floats, because one mask then takes
+// two codes from a word, and elements (2p, 2p + 1) of the others. Both operands of a product need
+// the same order: pair_activations() gives it to eight activations.
 #pragma once
 
 #include <cstdint>

@@ -38,7 +38,6 @@ class WeightConsumer {
   static constexpr int kBoxes = Tile::kBoxes, kTokenTiles = Tile::kTokenTiles;
   static constexpr bool kPowers = Tile::kFormat == WeightFormat::mxfp4;
   static constexpr bool kQuarters = Tile::kFormat == WeightFormat::nvfp4;
-  static constexpr bool kLoadsHalves = kBoxes > 2;  // of a stage's words: registers are few
   static constexpr uint32_t kAll = 0xffffffffu;
   using Sums = float[kBoxes][kTokenTiles][4];
   // Codes and factors of rows lane / 4 and lane / 4 + 8 of each box, in the order of row_of_lane().
@@ -91,7 +90,7 @@ class WeightConsumer {
     WeightRing<Tile> ring;
     WeightGemmWork work;
     while (schedule_.next(work)) {
-      if (WAIT_LATE(Tile)) ptx::grid_dependency_wait();
+      if (Tile::kOnce) ptx::grid_dependency_wait();
       Sums sums = {};
       for (uint32_t i = 0; i < stages_.count; ++i) {
         if (stages_.begins_box(i)) ring.advance_box();
@@ -101,10 +100,6 @@ class WeightConsumer {
           multiply(ring, stages_.first + i, sums);
           __syncwarp();
           if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full + Tile::kStages * 8);
-          if (Tile::kShares > 1 && threadIdx.x % 32 == 1) {
-            ptx::mbarrier_arrive_relaxed(
-                ptx::remote_address(full + Tile::kStages * 8, ptx::cluster_rank() ^ 1));
-          }
         }
         ring.advance();
       }
@@ -174,13 +169,14 @@ class WeightConsumer {
     return scales + (i / 2 * Tile::kBoxRows + i % 2 * 8) * Tile::kBoxBytes;
   }
 
-  // Loads two words of each row: those that the lane begins with, or the others.
-  __device__ __forceinline__ static void load_words(uint32_t codes, int half, Words& words) {
+  __device__ __forceinline__ static void load_words(uint32_t codes, Words& words) {
 #pragma unroll
     for (int i = 0; i < 2 * kBoxes; ++i) {
       const uint32_t offset = (i / 2 * Tile::kBoxRows + i % 2 * 8) * Tile::kRowBytes;
-      const uint2 pair = ptx::load_shared_8((codes ^ (half * 8)) + offset);
-      words[i / 2][i % 2][half * 2] = pair.x, words[i / 2][i % 2][half * 2 + 1] = pair.y;
+      const uint2 front = ptx::load_shared_8(codes + offset);
+      const uint2 back = ptx::load_shared_8((codes ^ 8) + offset);
+      uint32_t (&row)[4] = words[i / 2][i % 2];
+      row[0] = front.x, row[1] = front.y, row[2] = back.x, row[3] = back.y;
     }
   }
 
@@ -190,8 +186,8 @@ class WeightConsumer {
       return pair_activations<Codes>(
           ptx::load_shared_16(((activations_[0] + activations) ^ (j * 16)) + tile * 1024));
     }
-    return pair_activations<Codes>(ptx::load_shared_16(
-        activations_[j / 2] + activations + tile * 8 * Tile::kTokenStride + j % 2 * 16));
+    return pair_activations<Codes>(ptx::load_shared_16(activations_[j / 2] + activations +
+                                                       tile * 8 * Tile::kTokenStride + j % 2 * 16));
   }
 
   // Adds products of a stage's codes; those without bits in `keep` count as zeros.
@@ -199,11 +195,9 @@ class WeightConsumer {
                                                const Factors& factors, uint32_t activations,
                                                Sums& sums) const {
     Words words;
-    load_words(codes, 0, words);
-    if (!kLoadsHalves) load_words(codes, 1, words);
+    load_words(codes, words);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (kLoadsHalves && j == 2) load_words(codes, 1, words);
       uint4 x[kTokenTiles];
 #pragma unroll
       for (int tile = 0; tile < kTokenTiles; ++tile) {
@@ -282,44 +276,40 @@ class WeightConsumer {
     }
   }
 
-  // Of a CTA's only tile: pushes the warp's sums, and stores rows that the warp adds up.
+  // Of a CTA's only tile: adds up the warps' sums and, where CTAs split k, those of a cluster.
   __device__ __forceinline__ void finish_once(const WeightGemmWork& work, const Sums& sums) const {
+    const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
     const WeightSplit<Tile> split(shared_);
     __syncwarp();
-    const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
-    if constexpr (Tile::kGathers) {
-      gather(split, epilogue, sums);
-      if (Tile::kSplits == 1) return;
-    } else {
-      if (Tile::kSplits > 1) ptx::cluster_wait();  // the barriers of all CTAs exist
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
-          split.push(box * Tile::kSlices + slice_, tile, team_ * Tile::kParts + half_,
-                     sums[box][tile]);
-        }
+    leave_sums(sums);
+    if (Tile::kSplits > 1) ptx::cluster_wait();  // the barriers of all CTAs exist
+    ptx::named_barrier_sync(1 + Tile::kTeams, Tile::kWarps * 32);
+    const uint32_t warp_idx = threadIdx.x / 32;
+    for (uint32_t i = warp_idx; i < Tile::kBlocks * kTokenTiles; i += Tile::kWarps) {
+      const uint32_t block = i / kTokenTiles, tile = i % kTokenTiles;
+      float sum[4] = {};
+      add_up(block, tile, sum);
+      if (Tile::kSplits > 1) {
+        split.push(block, tile, sum);
+      } else {
+        store(epilogue, block * 16, tile, sum);
       }
     }
-    const uint32_t warp_idx = threadIdx.x / 32;
+    if (Tile::kSplits == 1) return;
     for (uint32_t i = warp_idx; i < split.blocks() * kTokenTiles; i += Tile::kWarps) {
-      float sum[4];
+      float sum[4] = {};
       split.add_up(i / kTokenTiles, i % kTokenTiles, sum);
       store(epilogue, split.first_row(i / kTokenTiles), i % kTokenTiles, sum);
     }
   }
 
-  // Adds up the sums of the CTA's warps. Each leaves its own where the last stage of its team was,
-  // whose other warps have read it then.
-  __device__ __forceinline__ void gather(const WeightSplit<Tile>& split,
-                                         const WeightGemmEpilogue<Tile>& epilogue,
-                                         const Sums& sums) const {
-    constexpr uint32_t kWarpBytes = kBoxes * Tile::kBlockBytes;
-    static_assert(Tile::kTeamWarps * kWarpBytes <= Tile::kStageBytes);
-    const uint32_t lane_place = shared_ + threadIdx.x % 32 * 16;
+  static constexpr uint32_t kWarpSumBytes = kBoxes * Tile::kBlockBytes;
+
+  // Leaves a warp's sums where the last stage of its team was, whose other warps have read it then.
+  __device__ __forceinline__ void leave_sums(const Sums& sums) const {
+    static_assert(Tile::kTeamWarps * kWarpSumBytes <= Tile::kStageBytes);
     ptx::named_barrier_sync(1 + team_, Tile::kTeamWarps * 32);
-    const uint32_t own = lane_place + last_stage(team_) * Tile::kStageBytes +
-                         (half_ * Tile::kSlices + slice_) * kWarpBytes;
+    const uint32_t own = place_of_sums(team_, half_, slice_);
 #pragma unroll
     for (int i = 0; i < kBoxes * kTokenTiles; ++i) {
       const float (&sum)[4] = sums[i / kTokenTiles][i % kTokenTiles];
@@ -327,26 +317,23 @@ class WeightConsumer {
                            make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
                                       __float_as_uint(sum[2]), __float_as_uint(sum[3])));
     }
-    if (Tile::kSplits > 1) ptx::cluster_wait();  // the barriers of all CTAs exist
-    ptx::named_barrier_sync(1 + Tile::kTeams, Tile::kWarps * 32);
-    for (uint32_t i = threadIdx.x / 32; i < Tile::kBlocks * kTokenTiles; i += Tile::kWarps) {
-      const uint32_t block = i / kTokenTiles, tile = i % kTokenTiles;
-      const uint32_t place = lane_place + block % Tile::kSlices * kWarpBytes +
-                             block / Tile::kSlices * Tile::kBlockBytes + tile * 512;
-      float sum[4] = {};
+  }
+
+  // Adds a lane's sums of 16 rows and eight tokens that all warps with these rows have left.
+  __device__ __forceinline__ void add_up(uint32_t block, uint32_t tile, float (&sum)[4]) const {
+    const uint32_t slice = block % Tile::kSlices, box = block / Tile::kSlices;
 #pragma unroll
-      for (int source = 0; source < Tile::kTeams * Tile::kParts; ++source) {
-        const uint32_t stage = last_stage(source / Tile::kParts);
-        add_shared(place + stage * Tile::kStageBytes +
-                       source % Tile::kParts * (Tile::kSlices * kWarpBytes),
-                   sum);
-      }
-      if (Tile::kSplits > 1) {
-        split.push(block, tile, 0, sum);
-      } else {
-        store(epilogue, block * 16, tile, sum);
-      }
+    for (int i = 0; i < Tile::kTeams * Tile::kParts; ++i) {
+      add_shared(place_of_sums(i / Tile::kParts, i % Tile::kParts, slice) +
+                     (box * kTokenTiles + tile) * 512,
+                 sum);
     }
+  }
+
+  __device__ __forceinline__ uint32_t place_of_sums(uint32_t team, uint32_t part,
+                                                    uint32_t slice) const {
+    return shared_ + last_stage(team) * Tile::kStageBytes +
+           (part * Tile::kSlices + slice) * kWarpSumBytes + threadIdx.x % 32 * 16;
   }
 
   // Where the last stage of a team was; of one that had none, a place where no other's was.

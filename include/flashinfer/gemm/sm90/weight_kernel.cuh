@@ -18,11 +18,11 @@ __device__ __forceinline__ void init_weight_barriers(uint32_t shared) {
   const uint32_t barriers = shared + Tile::kOffsetBarriers;
   for (int i = 0; i < Tile::kStages; ++i) {
     ptx::mbarrier_init(barriers + i * 8, 1);
-    ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kTeamWarps * Tile::kShares);
+    ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kTeamWarps);
   }
-  if (Tile::kOnce) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
+  if (Tile::kSplits > 1) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
   ptx::mbarrier_init_fence();
-  if (Tile::kOnce) {
+  if (Tile::kSplits > 1) {
     ptx::mbarrier_arrive_expect(shared + Tile::kOffsetSplitBarrier, WeightSplit<Tile>::bytes());
   }
 }
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
   const uint32_t shared = ptx::shared_address(memory), warp_idx = threadIdx.x / 32;
   auto* const table = reinterpret_cast<uint32_t*>(memory + Tile::kOffsetTable);
   if (threadIdx.x == 0) init_weight_barriers<Tile>(shared);
-  if (Tile::kSplits * Tile::kShares > 1) {
+  if (Tile::kSplits > 1) {
     __syncwarp();
     ptx::cluster_arrive();
   }
@@ -43,13 +43,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
     if (Tile::kOnce) ptx::tma_prefetch_map(&params.activations);
   }
-  // With `starts_early` the offsets were written before the preceding grid began; it lets this one
-  // start only after it has waited for them itself. CTAs of one tile find out about it first.
-  if (!params.gemm.starts_early && !WAIT_LATE(Tile)) ptx::grid_dependency_wait();
-  if (!WAIT_LATE(Tile)) ptx::grid_launch_dependents();
-  if (!Tile::kOnce && warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
+  // CTAs of one tile wait for the preceding grid later, when they know their tile. With
+  // `starts_early` the offsets were written before that grid began; it lets this one start only
+  // after it has waited for them itself.
+  if (!Tile::kOnce) {
+    if (!params.gemm.starts_early) ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    if (warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
+  }
   __syncthreads();
-  if (Tile::kShares > 1) ptx::cluster_wait();  // the barriers of all CTAs exist
   if (warp_idx == Tile::kWarps) {
     WeightProducer<Tile>(params, shared, table).run();
     if (Tile::kSplits > 1) {
@@ -60,11 +62,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     WeightConsumer<Tile>(params, shared, table,
                          reinterpret_cast<float*>(memory + Tile::kOffsetSums))
         .run();
-  }
-  if (Tile::kShares > 1) {  // others write to the shared memory until they have ended
-    __syncwarp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
   }
 }
 

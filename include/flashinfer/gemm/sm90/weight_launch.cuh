@@ -28,7 +28,7 @@ inline bool encode_weight_maps(WeightStreamParams& kernel) {
   if constexpr (Tile::kOnce) {
     kernel.box_tokens = p.m < Tile::kTokens ? p.m : Tile::kTokens;
     const ptx::TensorMapDim dims[2] = {{p.m, p.a_stride, kernel.box_tokens},
-                                       {p.k / 64, 64, Tile::kParts * 2 / Tile::kShares}};
+                                       {p.k / 64, 64, Tile::kParts * 2}};
     if (!ptx::encode_tensor_map<uint16_t>(kernel.activations, p.a, 64, 64, dims)) return false;
   }
   if constexpr (Tile::kHasBoxes) {
@@ -56,7 +56,7 @@ inline cudaError_t launch_weight_stream(const WeightGemmParams& params, bool ena
   if (status != cudaSuccess) return status;
   WeightStreamParams kernel = {};
   kernel.gemm = params;
-  if (params.k % 256 != 0 || (Tile::kShares > 1 && (params.token_tiles > 1 || ceil_div<uint32_t>(params.n, Tile::kOutColumns) % Tile::kShares != 0)) || (Tile::kOnce && params.offsets != nullptr) ||
+  if (params.k % 256 != 0 || (Tile::kOnce && params.offsets != nullptr) ||
       !encode_weight_maps<Tile>(kernel)) {
     return cudaErrorInvalidValue;
   }
@@ -65,10 +65,9 @@ inline cudaError_t launch_weight_stream(const WeightGemmParams& params, bool ena
   const uint32_t tiles = columns * params.token_tiles;
   const uint32_t most = num_sms * Tile::kLeastCtas;  // persistent CTAs that are at work together
   const uint32_t clusters = Tile::kOnce || tiles < most ? tiles : most;
-  // Stores to shared memory that complete barriers need a cluster, be it of one CTA.
   return launch_kernel(weight_stream_kernel<Tile>, dim3(clusters * Tile::kSplits),
                        dim3(Tile::kThreads), Tile::kSharedBytes, stream, enable_pdl, kernel,
-                       Tile::kOnce && !(WFOUR_NOCL && Tile::kSplits * Tile::kShares == 1) ? Tile::kSplits * Tile::kShares : 0);
+                       Tile::kSplits > 1 ? Tile::kSplits : 0);
 }
 
 }  // namespace flashinfer

@@ -65,10 +65,8 @@ class WeightProducer {
   __device__ __forceinline__ void run_once() {
     WeightGemmWork work;
     const bool has_work = schedule_.next(work);
-    if (WAIT_LATE(Tile)) {
-      ptx::grid_dependency_wait();
-      ptx::grid_launch_dependents();
-    }
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
     if (!has_work || !ptx::elect_one()) return;
     WeightRing<Tile> ring;
     for (uint32_t i = 0; i < stages_.count; ++i) {
@@ -81,17 +79,8 @@ class WeightProducer {
                                                params_.box_tokens * Tile::kTokenBytes);
       ptx::tma_load_hinted(shared_ + ring.stage * Tile::kStageBytes, &params_.codes, barrier, 0,
                            work.column, stage * (Tile::kParts / 2), policy_);
-      const uint32_t activations =
-          shared_ + Tile::kOffsetActivations + ring.stage * Tile::kActivationBytes;
-      constexpr uint32_t kLines = Tile::kParts * 2 / Tile::kShares;
-      if constexpr (Tile::kShares == 1) {
-        ptx::tma_load(activations, &params_.activations, barrier, 0, work.row, stage * kLines);
-      } else {
-        const uint32_t rank = ptx::cluster_rank();
-        ptx::tma_load_multicast(activations + rank * kLines * params_.box_tokens * 128,
-                                &params_.activations, barrier, 0, work.row,
-                                (stage * Tile::kShares + rank) * kLines, (1 << Tile::kShares) - 1);
-      }
+      ptx::tma_load(shared_ + Tile::kOffsetActivations + ring.stage * Tile::kActivationBytes,
+                    &params_.activations, barrier, 0, work.row, stage * (Tile::kParts * 2));
       if (begins_box) {
         ptx::tma_load(shared_ + Tile::kOffsetScales + ring.box * Tile::kScaleBytes, &params_.scales,
                       barrier, stage / Tile::kBoxStages * Tile::kBoxStep, work.column, 0);

@@ -10,22 +10,6 @@
 // These tiles have the rows that leave no SM idle, and may have two teams, which take turns at
 // stages. Else CTAs are persistent and take tile after tile of 128 rows.
 #pragma once
-#ifndef WFOUR_GATHER
-#define WFOUR_GATHER 1
-#endif
-#ifndef WFOUR_SHARES
-#define WFOUR_SHARES 1
-#endif
-#ifndef WFOUR_NOCL
-#define WFOUR_NOCL 0
-#endif
-#ifndef WFOUR_LATE
-#define WFOUR_LATE 1
-#endif
-#define WAIT_LATE(T) (WFOUR_LATE && T::kOnce)
-#ifndef WFOUR_CTAS
-#define WFOUR_CTAS 2
-#endif
 
 #include <flashinfer/gemm/activation.cuh>
 #include <flashinfer/gemm/weight_codes.cuh>
@@ -45,22 +29,19 @@ struct WeightStreamTile : Config {
 
   static constexpr bool kOnce = Config::kColumns != 0;
   static constexpr int kColumns = kOnce ? Config::kColumns : 128;  // columns of D
-  // Warps of a team: of rows, and of a stage's k.
-  static constexpr int kWarpRows = Config::kWarpRows, kSlices = kColumns / kWarpRows;
-#ifdef WFOUR_PARTS
-  static constexpr int kParts = kOnce ? WFOUR_PARTS : 8 / kSlices, kTeamWarps = kSlices * kParts;
-#else
-  static constexpr int kParts = kWarpRows == 32 ? 8 / kSlices : 2, kTeamWarps = kSlices * kParts;
-#endif
-  static constexpr int kWarps = Config::kWarps, kTeams = kWarps / kTeamWarps;
-  static_assert(kSlices * kWarpRows == kColumns && kTeams * kTeamWarps == kWarps);
-  static_assert(kOnce || (kTeams == 1 && kSplits == 1 && kWarpRows == 32));
-  // CTAs of a cluster with neighbouring columns that share the loads of activations.
-  static constexpr int kShares = kOnce ? WFOUR_SHARES : 1;
-  static_assert(kShares == 1 || (kSplits == 1 && kParts % (4 * kShares) == 0));
+  // Warps of a team: of rows, and of a stage's k. Two teams of four share the smallest tile of
+  // integers and eight warps, whose small stages come sooner; scales of floats are too many for
+  // them.
+  static constexpr int kWarps = Config::kWarps;
+  static constexpr int kTeamWarps =
+      kColumns == 32 && kWarps == 8 && kFormat == WeightFormat::int4 ? 4 : 8;
+  static constexpr int kTeams = kWarps / kTeamWarps;
+  static constexpr int kSlices = kColumns / 32, kParts = kTeamWarps / kSlices;
+  static_assert(kSlices * kParts == kTeamWarps && kTeams * kTeamWarps == kWarps);
+  static_assert(kOnce || (kTeams == 1 && kSplits == 1));
   static constexpr int kThreads = 32 * kWarps + 32;  // one warp loads
   // Boxes of rows, of which a gated tile has gates in one.
-  static constexpr int kBoxes = kWarpRows / 16, kBoxRows = kColumns / kBoxes;
+  static constexpr int kBoxRows = kColumns / 2, kBoxes = 2;
   static_assert(kBoxRows == 16 * kSlices);
   static constexpr bool kGated = is_gated(Config::kActivation);
   static constexpr int kOutColumns = kGated ? kColumns / 2 : kColumns;
@@ -95,26 +76,25 @@ struct WeightStreamTile : Config {
   // the 128-byte swizzle.
   static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + (kOnce ? 0 : 16);
   static constexpr int kActivationBytes = kTokens * kTokenStride;
-  // Many warps with the same rows add up their sums before they push them.
-  static constexpr bool kGathers = WFOUR_GATHER && kOnce;
-  // Sums of a tile: by token and row in persistent CTAs; else as warps push them to the CTA that
-  // adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
-  static constexpr int kSumStride = kColumns + 4, kSources = kGathers ? 1 : kParts * kTeams;
+  // Sums of a tile: by token and row in persistent CTAs. Else a CTA's warps add theirs up where
+  // stages were, and these are for sums of all CTAs of a cluster, in blocks of 16 rows that one CTA
+  // adds up, 512 bytes for eight tokens.
+  static constexpr int kSumStride = kColumns + 4;
   static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
   static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
-  static constexpr int kSumBytes =
-      !kOnce ? kParts * kTokens * kSumStride * 4
-      : kGathers && kSplits == 1 ? 0 : kOwnedBlocks * kSplits * kSources * kBlockBytes;
+  static constexpr int kSumBytes = !kOnce         ? kParts * kTokens * kSumStride * 4
+                                   : kSplits == 1 ? 0
+                                                  : kOwnedBlocks * kSplits * kBlockBytes;
   static_assert(!kOnce || !kGated, "a warp has gates and values in different blocks");
   static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
   // Only products of persistent CTAs are in groups.
   static constexpr int kMaxGroups = 1024, kTableBytes = !kOnce ? (kMaxGroups + 4) * 4 : 0;
 
-  static constexpr int kLeastCtas = kTokens <= 16 && kWarps == 8 ? WFOUR_CTAS : 1;  // of an SM
+  static constexpr int kLeastCtas = kTokens <= 16 && kWarps == 8 ? 2 : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
   static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes - 8) /
                                         (kStageBytes + kScaleBytes + kActivationBytes + 16);
-  static constexpr int kStages = kFittingStages < 12 ? kFittingStages : 12;
+  static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
   static_assert(kStages >= 2 && kStages >= kTeams);
 
   static constexpr int kOffsetActivations = kStages * kStageBytes;
