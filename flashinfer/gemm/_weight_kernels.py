@@ -25,12 +25,14 @@ _LEAST_STAGES = 4  # for each of them
 _LEAST_STREAM_COLUMNS, _STREAM_K, _STREAM_WARPS = 128, 256, 8
 _STREAM_TOKENS = (8, 16)
 _STREAM_GROUPS = {"int4": (0, 128), "mxfp4": (32,), "nvfp4": (16,)}
-_STREAM_SM_WARPS = 16  # in one CTA or in two
 _STREAM_STAGE_CODES = 1 << 15
 _LEAST_STREAM_STAGES = 3  # for each CTA of a cluster
-# Columns and warps of CTAs that end with their tile, by its tokens: the first whose CTAs all run at
-# once. Few columns give all SMs work; with many tokens two small CTAs would have too few stages.
-_SINGLE_TILES = {8: ((32, 8), (64, 8), (128, 8)), 16: ((32, 16), (64, 16), (64, 8), (128, 8))}
+# Columns and warps of CTAs that end with their tile, and how many of them an SM gets, by the tile's
+# tokens: the first whose CTAs all run at once. Few columns give all SMs work.
+_SINGLE_TILES = {
+    8: ((32, 8, 1), (64, 8, 2), (128, 8, 2)),
+    16: ((32, 16, 1), (64, 8, 2), (128, 8, 2)),
+}
 
 
 @functools.cache
@@ -121,9 +123,9 @@ def _choose_stream_shape(
     """
     tokens = next((size for size in _STREAM_TOKENS if rows <= size), _STREAM_TOKENS[-1])
     sms = get_device_sm_count(device)
-    for tile_columns, warps in _SINGLE_TILES[tokens] if tiles is None else ():
+    for tile_columns, warps, sm_ctas in _SINGLE_TILES[tokens] if tiles is None else ():
         ctas = -(-columns // tile_columns) * -(-rows // tokens)
-        if ctas <= sms * (_STREAM_SM_WARPS // warps):
+        if ctas <= sms * sm_ctas:
             stages = k * tile_columns // _STREAM_STAGE_CODES
             splits = 2 if 2 * ctas <= sms and stages >= 2 * _LEAST_STREAM_STAGES else 1
             return tokens, warps, splits, tile_columns

@@ -95,7 +95,7 @@ def _aot_configs() -> Iterator[WeightGemmConfig]:
             yield WeightGemmConfig(bf16, bf16, "int4", bf16, 128, tokens, 4, splits)
             yield WeightGemmConfig(bf16, bf16, "mxfp4", torch.uint8, 32, tokens, 4, splits)
         yield from _stream_configs(tokens)
-        for columns, warps in ((32, tokens), (64, tokens), (128, 8)):  # as many warps as tokens
+        for columns, warps in ((32, tokens), (64, 8), (128, 8)):
             yield from _stream_configs(tokens, warps, columns)
 
 

@@ -65,6 +65,7 @@ bool check_all(Random& random) {
          check<Config<WeightFormat::int4, BF16, BF16, 128, 16, 16, kNone, 64>>(random) &&
          check<Config<WeightFormat::int4, BF16, float, 128, 8, 8, kNone, 128>>(random) &&
          check<Config<WeightFormat::int4, BF16, BF16, 0, 16, 16, kNone, 32>>(random) &&
+         check<Config<WeightFormat::int4, BF16, BF16, 128, 16, 8, kNone, 32>>(random) &&
          check<Config<WeightFormat::mxfp4, BF16, uint8_t, 32, 8, 8, kNone, 64>>(random) &&
          check<Config<WeightFormat::mxfp4, BF16, uint8_t, 32, 16, 16, kNone, 32>>(random) &&
          check<Config<WeightFormat::nvfp4, BF16, E4M3, 16, 16, 8, kNone, 64>>(random) &&

@@ -13,11 +13,6 @@ INPUT, LAMPORT = "flashinfer/comm/row_input.cuh", "flashinfer/comm/lamport.cuh"
 EXCHANGE, DISPATCH = "flashinfer/comm/exchange.cuh", "flashinfer/comm/expert_dispatch.cuh"
 COMBINE = "flashinfer/comm/expert_combine.cuh"
 SUBSTITUTIONS = {
-    "flashinfer/common/float4.cuh": {
-        'asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));': (
-            "result = emulation::permute_bytes(a, b, selector);"
-        ),
-    },
     "flashinfer/quantization/group_scale.cuh": {
         'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(y));': "estimate = 1.f / y;",
     },

@@ -13,7 +13,6 @@ STREAM = "flashinfer/gemm/sm90/weight_kernel.cuh"
 PRODUCER = "flashinfer/gemm/sm90/weight_producer.cuh"
 CONSUMER = "flashinfer/gemm/sm90/weight_consumer.cuh"
 TILES = "flashinfer/gemm/sm90/weight_tile.cuh"
-SPLIT = "flashinfer/gemm/sm90/weight_split.cuh"
 TILE, PAIRS = "flashinfer/gemm/portable/tile.cuh", "flashinfer/common/float4_pairs.cuh"
 
 
@@ -90,7 +89,8 @@ def test_faults_of_streams_are_found(
             (TILES, "Tile::kTeams > 1 || i == 0", "i == 0"),
             (PRODUCER, "      ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);\n", ""),
             (CONSUMER, "t_ / 2 * 2) ^ (line & 7)", "t_ / 2 * 2) ^ (token & 7)"),
-            (SPLIT, "    ptx::mbarrier_wait_soon(full_, 0);\n", ""),
+            (CONSUMER, "    ptx::named_barrier_sync(1 + team_, Tile::kTeamWarps * 32);\n", ""),
+            (CONSUMER, "ptx::named_barrier_sync(1 + Tile::kTeams, Tile::kWarps * 32);", ""),
         ]
     ),
 )

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/common/bits.cuh>
 
 namespace flashinfer {
 
@@ -23,13 +24,6 @@ __device__ __forceinline__ float e2m1_shifted_code(float half) {
   float code = fmaf(__saturatef(half), 4.f, kRoundToInteger);
   code = fmaf(__saturatef(half - 1.f), 2.f, code);
   return code + __saturatef(half - 2.f);
-}
-
-// __byte_perm with PTX's fourth selector bit, which copies a byte's sign to all its bits.
-__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
-  return result;
 }
 
 }  // namespace detail
@@ -67,16 +61,16 @@ __device__ __forceinline__ uint32_t pack_e2m1(const float (&half)[N]) {
     odd[i] = __float_as_uint(half[2 * i + 1]);
   }
   const auto gather = [](const uint32_t (&words)[4], uint32_t byte_of_each) {
-    const uint32_t low = detail::permute_bytes(words[0], words[1], byte_of_each);
+    const uint32_t low = permute_bytes(words[0], words[1], byte_of_each);
     if (N <= 4) return low;
-    const uint32_t high = detail::permute_bytes(words[2], words[3], byte_of_each);
-    return detail::permute_bytes(low, high, 0x5410);
+    const uint32_t high = permute_bytes(words[2], words[3], byte_of_each);
+    return permute_bytes(low, high, 0x5410);
   };
   constexpr uint32_t kLowest = 0x0040, kSigns = 0x00fb;  // byte 0 of each; eight times bit 31
   const uint32_t signs = (gather(even, kSigns) & 0x08080808u) | (gather(odd, kSigns) & 0x80808080u);
   if constexpr (N == 8) {
     const uint32_t three = codes[0] + codes[1] * 0x01000100u + codes[2] * 0x01010000u;
-    return detail::permute_bytes(three, codes[3], 0x4210) | signs;
+    return permute_bytes(three, codes[3], 0x4210) | signs;
   }
   const uint32_t word = gather(codes, kLowest) | signs;
   return word & (N == 4 ? 0xffffu : 0xffu);

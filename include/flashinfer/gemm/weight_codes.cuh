@@ -2,9 +2,9 @@
 // have at most eight significant bits, and scales that do not fit are left to the float32 sums.
 //
 // Codes are unpacked eight at a time, in the order of memory (the first of two 4-bit codes is in
-// the lower bits). Pair p holds elements (p, p + 4) of 4-bit codes, because one mask then takes two
-// codes from a word, and elements (2p, 2p + 1) of the others. Both operands of a product need the
-// same order: pair_activations() gives it to eight activations.
+// the lower bits). Pair p holds elements (p, p + 4) of 4-bit floats, because one mask then takes
+// two codes from a word, and elements (2p, 2p + 1) of the others. Both operands of a product need
+// the same order: pair_activations() gives it to eight activations.
 #pragma once
 
 #include <cstdint>
@@ -49,38 +49,51 @@ struct WeightCodes {
   // Scales of nvfp4 change within the k that one instruction sums, so the pairs are multiplied by
   // them. The product, of six bits, is 2^kShift too small, so that the factor is finite.
   static constexpr bool kScalesPairs = format == WeightFormat::nvfp4;
-  static constexpr int kShift = kScalesPairs ? 8 : 0;
+  // Integers of four bits become numbers by a multiplication of subnormals, whose factor is finite.
+  static constexpr bool kIsInt4 = format == WeightFormat::int4;
+  static constexpr int kShift = kScalesPairs ? 8 : !kIsInt4 ? 0 : kIsBfloat ? 6 : 9;
+  // Whether pairs are of neighbours, as the activations are in memory.
+  static constexpr bool kPairsNeighbours = !kIsFloat4;
 
-  // The factor of unpack() for a scale: what turns the bits of a code into its value.
+  // The signs that unpack() inverts. Loops keep it, and the factor of integers, in a register.
+  static constexpr uint32_t kSigns = 0x88888888u;
+
+  // The factor of unpack() for a scale: what turns the bits of a code into its value. Integers have
+  // the same for all: 2^127 (float16: 2^15) and, for upper codes of bytes, a sixteenth.
   __device__ __forceinline__ static uint32_t factor(float scale) {
+    if constexpr (kIsInt4) return kIsBfloat ? 0x7d007f00u : 0x68007800u;
     return detail::same_pair<T>(scale * (kE2m1Unit<T> * (kScalesPairs ? 0x1p-8f : 1.f)));
   }
 
   __device__ __forceinline__ static void unpack(const uint32_t (&words)[kWords], uint32_t factor,
-                                                uint32_t (&pairs)[4]) {
+                                                uint32_t signs, uint32_t (&pairs)[4]) {
     if constexpr (format == WeightFormat::plain) {
 #pragma unroll
       for (int p = 0; p < 4; ++p) pairs[p] = words[p];
     } else if constexpr (format == WeightFormat::int8) {
       unpack_int8(words, pairs);
-    } else if constexpr (format == WeightFormat::int4) {
-      unpack_int4(words[0], pairs);
+    } else if constexpr (kIsInt4) {
+      unpack_int4(words[0], factor, signs, pairs);
     } else {
       unpack_e2m1(words[0], factor, pairs);
     }
   }
 
  private:
-  // A code of four bits in the mantissa of 128 (bfloat16) or 1024 (float16), its sign bit inverted,
-  // makes 136 or 1032 plus the code.
-  __device__ __forceinline__ static void unpack_int4(uint32_t word, uint32_t (&pairs)[4]) {
-    constexpr uint32_t kBase = kIsBfloat ? 0x43084308u : 0x64086408u;
-    constexpr uint32_t kOne = kIsBfloat ? 0x3f803f80u : 0x3c003c00u;
-    constexpr uint32_t kMinusBase = kIsBfloat ? 0xc308c308u : 0xe408e408u;
+  // Bits 0 to 7 of a number whose other bits are zeros count units of 2^-133 (float16: 2^-24): in
+  // bfloat16, the lowest bit of the exponent continues the mantissa. So codes may be in bits 0 to 3
+  // or 4 to 7, each with its factor, and no shift brings both codes of a byte to their halves. With
+  // its sign inverted, a code is 8 more than its value.
+  __device__ __forceinline__ static void unpack_int4(uint32_t word, uint32_t factors,
+                                                     uint32_t signs, uint32_t (&pairs)[4]) {
+    constexpr uint32_t kMinusEight = kIsBfloat ? 0xbe00be00u : 0xa400a400u;  // times 2^-kShift
+    const uint32_t lower = flip_and_mask(word, signs, 0x0f0f0f0fu);
+    const uint32_t upper = flip_and_mask(word, signs, 0xf0f0f0f0u);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const uint32_t bits = mask_and_flip(word >> 4 * p, 0x000f000fu, kBase);
-      pairs[p] = ptx::fma_pair<T>(bits, kOne, kMinusBase);
+      // Above each code eight copies of a lower code's uppermost bit, which is zero.
+      const uint32_t bits = permute_bytes(lower, upper, 0x8480u + 0x1111u * p);
+      pairs[p] = ptx::fma_pair<T>(bits, factors, kMinusEight);
     }
   }
 
@@ -114,10 +127,10 @@ struct WeightCodes {
   }
 };
 
-// Eight activations in the order of the pairs of `format`.
-template <WeightFormat format>
+// Eight activations in the order of the pairs of `Codes`.
+template <typename Codes>
 __device__ __forceinline__ uint4 pair_activations(const uint4& x) {
-  if constexpr (weight_bits(format) != 4) return x;
+  if constexpr (Codes::kPairsNeighbours) return x;
   return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
                     __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
 }

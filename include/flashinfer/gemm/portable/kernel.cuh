@@ -10,6 +10,7 @@
 #include <flashinfer/gemm/portable/epilogue.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mma.cuh>
+#include <flashinfer/ptx/opaque.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/shared.cuh>
 
@@ -35,6 +36,10 @@ class WeightGemm {
       : params_(params), work_(work), shared_(shared) {
     warp_idx_ = threadIdx.x / 32;
     lane_idx_ = threadIdx.x % 32;
+    if constexpr (Codes::kIsInt4) {
+      factor_ = ptx::resident(Codes::factor(1.f), params.m == 0);
+      signs_ = ptx::resident(Codes::kSigns, params.m == 0);
+    }
     ring_ = shared + warp_idx_ * kStages * Tile::kStageBytes;
     const uint32_t stages = ceil_div<uint32_t>(params.k, Tile::kTileK);
     const uint32_t split = Tile::kSplits > 1 ? ptx::cluster_rank() : 0;
@@ -150,14 +155,14 @@ class WeightGemm {
 
   // Gives the activations that this thread copied the order of the codes.
   __device__ __forceinline__ void pair_own_activations(uint32_t chunk) const {
-    if constexpr (Codes::kBits != 4) return;
+    if constexpr (Codes::kPairsNeighbours) return;
     const uint32_t target = shared_ + Tile::kOffsetActivations + chunk % 2 * Tile::kActivationBytes;
 #pragma unroll 4
     for (int j = 0; j < kOwnPieces; ++j) {
       const uint32_t index = threadIdx.x + j * Tile::kThreads;
       const uint32_t address = target + place_of(index / kRowPieces, index % kRowPieces);
       const uint4 x = ptx::load_shared_16(address);
-      ptx::store_shared_16(address, pair_activations<Tile::kFormat>(x));
+      ptx::store_shared_16(address, pair_activations<Codes>(x));
     }
   }
 
@@ -249,7 +254,7 @@ class WeightGemm {
       const float first = scale(2 * block, half), second = scale(2 * block + 1, half);
       factor = t < 2 ? first : second;
     }
-    Codes::unpack(words, Codes::factor(factor), pairs);
+    Codes::unpack(words, Codes::kIsInt4 ? factor_ : Codes::factor(factor), signs_, pairs);
   }
 
   __device__ __forceinline__ static void clear(Sums& sums) {
@@ -273,6 +278,7 @@ class WeightGemm {
   const WeightGemmWork& work_;
   const uint32_t shared_;
   uint32_t ring_, first_, count_;
+  uint32_t factor_ = 0, signs_ = 0;  // of integers of four bits
   const char* weights_[4];
   uint32_t pieces_;  // of 16 bytes that this lane copies of a row
   int warp_idx_, lane_idx_;

@@ -13,6 +13,7 @@
 #include <flashinfer/ptx/fma_pair.cuh>
 #include <flashinfer/ptx/mma.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
+#include <flashinfer/ptx/opaque.cuh>
 #include <flashinfer/ptx/shared.cuh>
 
 namespace flashinfer {
@@ -37,6 +38,7 @@ class WeightConsumer {
   static constexpr int kBoxes = Tile::kBoxes, kTokenTiles = Tile::kTokenTiles;
   static constexpr bool kPowers = Tile::kFormat == WeightFormat::mxfp4;
   static constexpr bool kQuarters = Tile::kFormat == WeightFormat::nvfp4;
+  static constexpr uint32_t kAll = 0xffffffffu;
   using Sums = float[kBoxes][kTokenTiles][4];
   // Codes and factors of rows lane / 4 and lane / 4 + 8 of each box, in the order of row_of_lane().
   using Words = uint32_t[kBoxes][2][4];
@@ -53,6 +55,10 @@ class WeightConsumer {
     const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const uint32_t g = lane_idx / 4;
     t_ = lane_idx % 4;
+    if constexpr (Codes::kIsInt4) {
+      factor_ = ptx::resident(Codes::factor(1.f), params.gemm.m == 0);
+      signs_ = ptx::resident(Codes::kSigns, params.gemm.m == 0);
+    }
     slice_ = warp_idx % Tile::kSlices;
     half_ = warp_idx / Tile::kSlices % Tile::kParts;
     team_ = warp_idx / Tile::kTeamWarps;
@@ -84,6 +90,7 @@ class WeightConsumer {
     WeightRing<Tile> ring;
     WeightGemmWork work;
     while (schedule_.next(work)) {
+      if (Tile::kOnce) ptx::grid_dependency_wait();
       Sums sums = {};
       for (uint32_t i = 0; i < stages_.count; ++i) {
         if (stages_.begins_box(i)) ring.advance_box();
@@ -109,10 +116,9 @@ class WeightConsumer {
 
   __device__ __forceinline__ void multiply(const WeightRing<Tile>& ring, uint32_t stage,
                                            Sums& sums) const {
-    Words words;
-    load_words(ring.stage, words);
+    const uint32_t codes = codes_ + ring.stage * Tile::kStageBytes;
     const uint32_t activations = ring.stage * Tile::kActivationBytes;
-    Factors factors = {};
+    Factors factors;
     const uint32_t scales =
         scales_ + ring.box * Tile::kScaleBytes + stage % Tile::kBoxStages * Tile::kStageScaleBytes;
     if constexpr (kPowers) {
@@ -124,7 +130,7 @@ class WeightConsumer {
         factors[i / 2][i % 2][0] = PowerFactors<Tile>::pair(exponent);
       }
       if (__any_sync(0xffffffffu, most > PowerFactors<Tile>::kMost)) {
-        multiply_large(words, activations, scales, sums);
+        multiply_large(codes, activations, scales, sums);
         return;
       }
     } else if constexpr (kQuarters) {
@@ -139,12 +145,15 @@ class WeightConsumer {
               Codes::factor(scale_of_bits<Scale>(ordered >> (8 * j) & 0xffu));
         }
       }
+    } else if constexpr (Codes::kIsInt4) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBoxes; ++i) factors[i / 2][i % 2][0] = factor_;
     }
     if constexpr (!Tile::kScalesSums) {
-      add_products(words, factors, activations, sums);
+      add_products(codes, kAll, factors, activations, sums);
     } else {
       Sums products = {};
-      add_products(words, factors, activations, products);
+      add_products(codes, kAll, factors, activations, products);
 #pragma unroll
       for (int i = 0; i < 2 * kBoxes; ++i) {
         const uint32_t place = scale_place(scales, i);
@@ -160,13 +169,12 @@ class WeightConsumer {
     return scales + (i / 2 * Tile::kBoxRows + i % 2 * 8) * Tile::kBoxBytes;
   }
 
-  __device__ __forceinline__ void load_words(uint32_t stage, Words& words) const {
-    const uint32_t first = codes_ + stage * Tile::kStageBytes;
+  __device__ __forceinline__ static void load_words(uint32_t codes, Words& words) {
 #pragma unroll
     for (int i = 0; i < 2 * kBoxes; ++i) {
       const uint32_t offset = (i / 2 * Tile::kBoxRows + i % 2 * 8) * Tile::kRowBytes;
-      const uint2 front = ptx::load_shared_8(first + offset);
-      const uint2 back = ptx::load_shared_8((first ^ 8) + offset);
+      const uint2 front = ptx::load_shared_8(codes + offset);
+      const uint2 back = ptx::load_shared_8((codes ^ 8) + offset);
       uint32_t (&row)[4] = words[i / 2][i % 2];
       row[0] = front.x, row[1] = front.y, row[2] = back.x, row[3] = back.y;
     }
@@ -175,15 +183,19 @@ class WeightConsumer {
   // Eight activations of a token in the order of the pairs; `j` counts the lane's words.
   __device__ __forceinline__ uint4 load_activations(uint32_t activations, int tile, int j) const {
     if constexpr (Tile::kOnce) {
-      return pair_activations<Tile::kFormat>(
+      return pair_activations<Codes>(
           ptx::load_shared_16(((activations_[0] + activations) ^ (j * 16)) + tile * 1024));
     }
-    return pair_activations<Tile::kFormat>(ptx::load_shared_16(
-        activations_[j / 2] + activations + tile * 8 * Tile::kTokenStride + j % 2 * 16));
+    return pair_activations<Codes>(ptx::load_shared_16(activations_[j / 2] + activations +
+                                                       tile * 8 * Tile::kTokenStride + j % 2 * 16));
   }
 
-  __device__ __forceinline__ void add_products(const Words& words, const Factors& factors,
-                                               uint32_t activations, Sums& sums) const {
+  // Adds products of a stage's codes; those without bits in `keep` count as zeros.
+  __device__ __forceinline__ void add_products(uint32_t codes, uint32_t keep,
+                                               const Factors& factors, uint32_t activations,
+                                               Sums& sums) const {
+    Words words;
+    load_words(codes, words);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint4 x[kTokenTiles];
@@ -195,8 +207,8 @@ class WeightConsumer {
       for (int box = 0; box < kBoxes; ++box) {
         uint32_t low[4], high[4];
         constexpr int kLast = kQuarters ? 1 : 0;
-        Codes::unpack({words[box][0][j]}, factors[box][0][j / 2 * kLast], low);
-        Codes::unpack({words[box][1][j]}, factors[box][1][j / 2 * kLast], high);
+        Codes::unpack({words[box][0][j] & keep}, factors[box][0][j / 2 * kLast], signs_, low);
+        Codes::unpack({words[box][1][j] & keep}, factors[box][1][j / 2 * kLast], signs_, high);
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; ++tile) {
           float (&sum)[4] = sums[box][tile];
@@ -209,20 +221,15 @@ class WeightConsumer {
 
   // The same for scales beyond the range of bfloat16: the codes of one lane of four at a time, so
   // that sums belong to one scale of each row.
-  __device__ __forceinline__ void multiply_large(const Words& words, uint32_t activations,
+  __device__ __forceinline__ void multiply_large(uint32_t codes, uint32_t activations,
                                                  uint32_t scales, Sums& sums) const {
     Factors factors;
 #pragma unroll
     for (int i = 0; i < 2 * kBoxes; ++i) factors[i / 2][i % 2][0] = Codes::factor(1.f);
 #pragma unroll 1
     for (uint32_t lane = 0; lane < 4; ++lane) {
-      Words own;
-#pragma unroll
-      for (int i = 0; i < 8 * kBoxes; ++i) {
-        own[i / 8][i / 4 % 2][i % 4] = t_ == lane ? words[i / 8][i / 4 % 2][i % 4] : 0u;
-      }
       Sums products = {};
-      add_products(own, factors, activations, products);
+      add_products(codes, t_ == lane ? kAll : 0u, factors, activations, products);
 #pragma unroll
       for (int i = 0; i < 2 * kBoxes; ++i) {
         const uint32_t exponent = ptx::load_shared_1(scale_place(scales, i) - t_ + lane);
@@ -269,26 +276,80 @@ class WeightConsumer {
     }
   }
 
-  // Of a CTA's only tile: pushes the warp's sums, and stores rows that the warp adds up.
+  // Of a CTA's only tile: adds up the warps' sums and, where CTAs split k, those of a cluster.
   __device__ __forceinline__ void finish_once(const WeightGemmWork& work, const Sums& sums) const {
+    const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
     const WeightSplit<Tile> split(shared_);
     __syncwarp();
+    leave_sums(sums);
     if (Tile::kSplits > 1) ptx::cluster_wait();  // the barriers of all CTAs exist
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      split.push(box * Tile::kSlices + slice_, team_ * Tile::kParts + half_, sums[box]);
-    }
-    const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
+    ptx::named_barrier_sync(1 + Tile::kTeams, Tile::kWarps * 32);
     const uint32_t warp_idx = threadIdx.x / 32;
-    for (uint32_t i = warp_idx; i < split.blocks() * kTokenTiles; i += Tile::kWarps) {
+    for (uint32_t i = warp_idx; i < Tile::kBlocks * kTokenTiles; i += Tile::kWarps) {
       const uint32_t block = i / kTokenTiles, tile = i % kTokenTiles;
-      float sum[4];
-      split.add_up(block, tile, sum);
-      const uint32_t row = split.first_row(block) + row_ - slice_ * 16;
-#pragma unroll
-      for (int place = 0; place < 4; ++place) {
-        epilogue.store_sum(tile * 8 + t_ * 2 + place % 2, row + place / 2 * 8, sum[place]);
+      float sum[4] = {};
+      add_up(block, tile, sum);
+      if (Tile::kSplits > 1) {
+        split.push(block, tile, sum);
+      } else {
+        store(epilogue, block * 16, tile, sum);
       }
+    }
+    if (Tile::kSplits == 1) return;
+    for (uint32_t i = warp_idx; i < split.blocks() * kTokenTiles; i += Tile::kWarps) {
+      float sum[4] = {};
+      split.add_up(i / kTokenTiles, i % kTokenTiles, sum);
+      store(epilogue, split.first_row(i / kTokenTiles), i % kTokenTiles, sum);
+    }
+  }
+
+  static constexpr uint32_t kWarpSumBytes = kBoxes * Tile::kBlockBytes;
+
+  // Leaves a warp's sums where the last stage of its team was, whose other warps have read it then.
+  __device__ __forceinline__ void leave_sums(const Sums& sums) const {
+    static_assert(Tile::kTeamWarps * kWarpSumBytes <= Tile::kStageBytes);
+    ptx::named_barrier_sync(1 + team_, Tile::kTeamWarps * 32);
+    const uint32_t own = place_of_sums(team_, half_, slice_);
+#pragma unroll
+    for (int i = 0; i < kBoxes * kTokenTiles; ++i) {
+      const float (&sum)[4] = sums[i / kTokenTiles][i % kTokenTiles];
+      ptx::store_shared_16(own + i * 512,
+                           make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                                      __float_as_uint(sum[2]), __float_as_uint(sum[3])));
+    }
+  }
+
+  // Adds a lane's sums of 16 rows and eight tokens that all warps with these rows have left.
+  __device__ __forceinline__ void add_up(uint32_t block, uint32_t tile, float (&sum)[4]) const {
+    const uint32_t slice = block % Tile::kSlices, box = block / Tile::kSlices;
+#pragma unroll
+    for (int i = 0; i < Tile::kTeams * Tile::kParts; ++i) {
+      add_shared(place_of_sums(i / Tile::kParts, i % Tile::kParts, slice) +
+                     (box * kTokenTiles + tile) * 512,
+                 sum);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t place_of_sums(uint32_t team, uint32_t part,
+                                                    uint32_t slice) const {
+    return shared_ + last_stage(team) * Tile::kStageBytes +
+           (part * Tile::kSlices + slice) * kWarpSumBytes + threadIdx.x % 32 * 16;
+  }
+
+  // Where the last stage of a team was; of one that had none, a place where no other's was.
+  __device__ __forceinline__ uint32_t last_stage(uint32_t team) const {
+    const uint32_t later = stages_.count > team ? stages_.count - 1 - team : 0;
+    return (team + later / Tile::kTeams * Tile::kTeams) % Tile::kStages;
+  }
+
+  // Stores a lane's sums of 16 rows from `first_row` of the tile and of eight tokens.
+  __device__ __forceinline__ void store(const WeightGemmEpilogue<Tile>& epilogue,
+                                        uint32_t first_row, uint32_t tile,
+                                        const float (&sum)[4]) const {
+    const uint32_t row = first_row + row_ - slice_ * 16;
+#pragma unroll
+    for (int place = 0; place < 4; ++place) {
+      epilogue.store_sum(tile * 8 + t_ * 2 + place % 2, row + place / 2 * 8, sum[place]);
     }
   }
 
@@ -299,6 +360,7 @@ class WeightConsumer {
   float* const partial_;
   uint32_t slice_, half_, team_, t_, row_;    // row_: of a box, in the first eight of the slice
   uint32_t codes_, scales_, activations_[2];  // of stage 0, for this lane
+  uint32_t factor_, signs_;                   // of integers
 };
 
 }  // namespace flashinfer

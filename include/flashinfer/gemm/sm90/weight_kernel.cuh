@@ -20,9 +20,9 @@ __device__ __forceinline__ void init_weight_barriers(uint32_t shared) {
     ptx::mbarrier_init(barriers + i * 8, 1);
     ptx::mbarrier_init(barriers + (Tile::kStages + i) * 8, Tile::kTeamWarps);
   }
-  if (Tile::kOnce) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
+  if (Tile::kSplits > 1) ptx::mbarrier_init(shared + Tile::kOffsetSplitBarrier, 1);
   ptx::mbarrier_init_fence();
-  if (Tile::kOnce) {
+  if (Tile::kSplits > 1) {
     ptx::mbarrier_arrive_expect(shared + Tile::kOffsetSplitBarrier, WeightSplit<Tile>::bytes());
   }
 }
@@ -43,11 +43,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kLeastCtas)
     if (Tile::kHasBoxes) ptx::tma_prefetch_map(&params.scales);
     if (Tile::kOnce) ptx::tma_prefetch_map(&params.activations);
   }
-  // With `starts_early` the offsets were written before the preceding grid began; it lets this one
-  // start only after it has waited for them itself.
-  if (!params.gemm.starts_early) ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-  if (warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
+  // CTAs of one tile wait for the preceding grid later, when they know their tile. With
+  // `starts_early` the offsets were written before that grid began; it lets this one start only
+  // after it has waited for them itself.
+  if (!Tile::kOnce) {
+    if (!params.gemm.starts_early) ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    if (warp_idx == 0) WeightSchedule<Tile>::make_table(params.gemm, table);
+  }
   __syncthreads();
   if (warp_idx == Tile::kWarps) {
     WeightProducer<Tile>(params, shared, table).run();

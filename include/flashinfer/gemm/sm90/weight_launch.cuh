@@ -65,10 +65,9 @@ inline cudaError_t launch_weight_stream(const WeightGemmParams& params, bool ena
   const uint32_t tiles = columns * params.token_tiles;
   const uint32_t most = num_sms * Tile::kLeastCtas;  // persistent CTAs that are at work together
   const uint32_t clusters = Tile::kOnce || tiles < most ? tiles : most;
-  // Stores to shared memory that complete barriers need a cluster, be it of one CTA.
   return launch_kernel(weight_stream_kernel<Tile>, dim3(clusters * Tile::kSplits),
                        dim3(Tile::kThreads), Tile::kSharedBytes, stream, enable_pdl, kernel,
-                       Tile::kOnce ? Tile::kSplits : 0);
+                       Tile::kSplits > 1 ? Tile::kSplits : 0);
 }
 
 }  // namespace flashinfer

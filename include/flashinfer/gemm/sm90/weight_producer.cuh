@@ -64,7 +64,10 @@ class WeightProducer {
   // which copy a token each, would take longer than the multiplication of a stage.
   __device__ __forceinline__ void run_once() {
     WeightGemmWork work;
-    if (!schedule_.next(work) || !ptx::elect_one()) return;
+    const bool has_work = schedule_.next(work);
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    if (!has_work || !ptx::elect_one()) return;
     WeightRing<Tile> ring;
     for (uint32_t i = 0; i < stages_.count; ++i) {
       const uint32_t barrier = full(ring.stage), stage = stages_.first + i;

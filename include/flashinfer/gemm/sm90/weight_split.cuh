@@ -1,6 +1,6 @@
-// Sums of a CTA's only tile, or of a cluster's, whose CTAs sum a part of k each. Each warp pushes
-// its sums, 16 rows of the weights at a time, to the CTA that adds these rows up, in the order of
-// CTAs and of their warps. Nobody waits for others but the warps that add up.
+// Sums of tiles whose CTAs, a cluster, sum a part of k each. Each CTA pushes its sums, 16 rows of
+// the weights at a time, to the CTA that adds these rows up, in the order of CTAs. Nobody waits for
+// others but the warps that add up.
 #pragma once
 
 #include <flashinfer/gemm/sm90/weight_tile.cuh>
@@ -9,6 +9,15 @@
 #include <flashinfer/ptx/shared.cuh>
 
 namespace flashinfer {
+
+// Adds four sums in shared memory to `sum`.
+__device__ __forceinline__ void add_shared(uint32_t shared, float (&sum)[4]) {
+  const uint4 bits = ptx::load_shared_16(shared);
+  sum[0] += __uint_as_float(bits.x);
+  sum[1] += __uint_as_float(bits.y);
+  sum[2] += __uint_as_float(bits.z);
+  sum[3] += __uint_as_float(bits.w);
+}
 
 template <typename Tile>
 class WeightSplit {
@@ -25,7 +34,7 @@ class WeightSplit {
 
   // Bytes that all CTAs, this one too, push to this one.
   __device__ __forceinline__ static uint32_t bytes() {
-    return blocks() * kSplits * Tile::kSources * Tile::kBlockBytes;
+    return blocks() * kSplits * Tile::kBlockBytes;
   }
 
   // The first row of block `i` of this CTA, within the tile.
@@ -33,35 +42,22 @@ class WeightSplit {
     return (ptx::cluster_rank() + i * kSplits) * 16;
   }
 
-  // Pushes a warp's sums of a block, for each eight tokens, to the CTA that adds them up.
-  __device__ __forceinline__ void push(uint32_t block, uint32_t part,
-                                       const float (&sums)[Tile::kTokenTiles][4]) const {
-    const uint32_t source = ptx::cluster_rank() * Tile::kSources + part;
-#pragma unroll
-    for (int tile = 0; tile < Tile::kTokenTiles; ++tile) {
-      ptx::store_remote(address(block / kSplits, source, tile), full_, block % kSplits, sums[tile]);
-    }
+  // Pushes sums of a block and eight tokens to the CTA that adds them up.
+  __device__ __forceinline__ void push(uint32_t block, uint32_t tile, const float (&sum)[4]) const {
+    ptx::store_remote(address(block / kSplits, ptx::cluster_rank(), tile), full_, block % kSplits,
+                      sum);
   }
 
-  // A lane's four sums of block `i` of this CTA, once all parts have come.
+  // Adds a lane's four sums of block `i` of this CTA, once all CTAs' have come.
   __device__ __forceinline__ void add_up(uint32_t i, uint32_t tile, float (&sum)[4]) const {
     ptx::mbarrier_wait_soon(full_, 0);
 #pragma unroll
-    for (float& x : sum) x = 0.f;
-#pragma unroll 4
-    for (uint32_t source = 0; source < kSplits * Tile::kSources; ++source) {
-      const uint4 bits = ptx::load_shared_16(address(i, source, tile));
-      sum[0] += __uint_as_float(bits.x);
-      sum[1] += __uint_as_float(bits.y);
-      sum[2] += __uint_as_float(bits.z);
-      sum[3] += __uint_as_float(bits.w);
-    }
+    for (uint32_t rank = 0; rank < kSplits; ++rank) add_shared(address(i, rank, tile), sum);
   }
 
  private:
-  __device__ __forceinline__ uint32_t address(uint32_t i, uint32_t source, uint32_t tile) const {
-    return sums_ + (i * kSplits * Tile::kSources + source) * Tile::kBlockBytes + tile * 512 +
-           threadIdx.x % 32 * 16;
+  __device__ __forceinline__ uint32_t address(uint32_t i, uint32_t rank, uint32_t tile) const {
+    return sums_ + (i * kSplits + rank) * Tile::kBlockBytes + tile * 512 + threadIdx.x % 32 * 16;
   }
 
   uint32_t sums_, full_;

@@ -29,9 +29,14 @@ struct WeightStreamTile : Config {
 
   static constexpr bool kOnce = Config::kColumns != 0;
   static constexpr int kColumns = kOnce ? Config::kColumns : 128;  // columns of D
-  // Warps of a team: of rows, and of a stage's k.
-  static constexpr int kSlices = kColumns / 32, kParts = 8 / kSlices, kTeamWarps = 8;
-  static constexpr int kWarps = Config::kWarps, kTeams = kWarps / kTeamWarps;
+  // Warps of a team: of rows, and of a stage's k. Two teams of four share the smallest tile of
+  // integers and eight warps, whose small stages come sooner; scales of floats are too many for
+  // them.
+  static constexpr int kWarps = Config::kWarps;
+  static constexpr int kTeamWarps =
+      kColumns == 32 && kWarps == 8 && kFormat == WeightFormat::int4 ? 4 : 8;
+  static constexpr int kTeams = kWarps / kTeamWarps;
+  static constexpr int kSlices = kColumns / 32, kParts = kTeamWarps / kSlices;
   static_assert(kSlices * kParts == kTeamWarps && kTeams * kTeamWarps == kWarps);
   static_assert(kOnce || (kTeams == 1 && kSplits == 1));
   static constexpr int kThreads = 32 * kWarps + 32;  // one warp loads
@@ -51,7 +56,7 @@ struct WeightStreamTile : Config {
   static constexpr bool kScalesSums = !kScalesPairs && kGroup != 0;
   static_assert(!kScalesSums || kGroup == 128, "a warp's part of a stage has one scale for a row");
   // Scaled codes are 2^kShift too small, so that factors of usual scales are finite.
-  static constexpr int kShift = kScalesPairs ? 8 : 0;
+  static constexpr int kShift = kScalesPairs ? 8 : Codes::kShift;
 
   // Scales come in boxes of 16 bytes of each row, which are those of some stages.
   static constexpr bool kHasBoxes = kGroup != 0;
@@ -71,24 +76,26 @@ struct WeightStreamTile : Config {
   // the 128-byte swizzle.
   static constexpr int kTokenBytes = kTileK * 2, kTokenStride = kTokenBytes + (kOnce ? 0 : 16);
   static constexpr int kActivationBytes = kTokens * kTokenStride;
-  // Sums of a tile: by token and row in persistent CTAs; else as warps push them to the CTA that
-  // adds up 16 rows, a block, 512 bytes of each warp and eight tokens.
-  static constexpr int kSumStride = kColumns + 4, kSources = kParts * kTeams;
+  // Sums of a tile: by token and row in persistent CTAs. Else a CTA's warps add theirs up where
+  // stages were, and these are for sums of all CTAs of a cluster, in blocks of 16 rows that one CTA
+  // adds up, 512 bytes for eight tokens.
+  static constexpr int kSumStride = kColumns + 4;
   static constexpr int kBlocks = kColumns / 16, kBlockBytes = kTokenTiles * 512;
   static constexpr int kOwnedBlocks = ceil_div(kBlocks, kSplits);  // of a CTA, at most
-  static constexpr int kSumBytes =
-      !kOnce ? kParts * kTokens * kSumStride * 4 : kOwnedBlocks * kSplits * kSources * kBlockBytes;
+  static constexpr int kSumBytes = !kOnce         ? kParts * kTokens * kSumStride * 4
+                                   : kSplits == 1 ? 0
+                                                  : kOwnedBlocks * kSplits * kBlockBytes;
   static_assert(!kOnce || !kGated, "a warp has gates and values in different blocks");
   static_assert(kSplits <= kBlocks, "every CTA of a cluster adds up some rows");
   // Only products of persistent CTAs are in groups.
   static constexpr int kMaxGroups = 1024, kTableBytes = !kOnce ? (kMaxGroups + 4) * 4 : 0;
 
-  static constexpr int kLeastCtas = kTokens <= 16 ? 2 / kTeams : 1;  // of an SM
+  static constexpr int kLeastCtas = kTokens <= 16 && kWarps == 8 ? 2 : 1;  // of an SM
   static constexpr int kMaxBytes = ((228 << 10) / kLeastCtas - 1024) & ~127;
   static constexpr int kFittingStages = (kMaxBytes - kSumBytes - kTableBytes - 8) /
                                         (kStageBytes + kScaleBytes + kActivationBytes + 16);
   static constexpr int kStages = kFittingStages < 8 ? kFittingStages : 8;
-  static_assert(kStages >= 2);
+  static_assert(kStages >= 2 && kStages >= kTeams);
 
   static constexpr int kOffsetActivations = kStages * kStageBytes;
   static constexpr int kOffsetScales = kOffsetActivations + kStages * kActivationBytes;
