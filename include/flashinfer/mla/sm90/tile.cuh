@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/scheduler/mla_work.h>
 #include <type_traits>
 
 namespace flashinfer {
@@ -79,7 +80,7 @@ struct MlaControl {
   float row_scale[64];                 // of logits, where queries were widened
   uint32_t share_index, share_count;   // of the rows to merge
   int complete_merge;                  // that an earlier item completed, or -1
-  float part_sums[8][8];               // of rows and groups of parts
+  MlaMerge last_merge;                 // of the part that the CTA's last item is
 };
 
 template <typename Tile>
