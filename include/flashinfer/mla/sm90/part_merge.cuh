@@ -12,6 +12,7 @@
 
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/mla/sm90/share.cuh>
 #include <flashinfer/mla/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
@@ -43,12 +44,15 @@ class MlaPartMerge {
 
   // The CTA counts its first and its last item; the others are whole tiles. A thread of the second
   // warpgroup does it, which waits for the first's logits anyway, and looks up the last one's merge.
-  __device__ __forceinline__ void count_start(int begin, int end) const {
+  __device__ __forceinline__ void count_start(const MlaShare& share) const {
     if (threadIdx.x == 0) control_.complete_merge = -1;
-    if (params_.counters == nullptr || threadIdx.x != kCounter || begin == end) return;
-    if (end - begin > 1) count_start(params_.items[begin]);
-    const MlaWorkItem last = params_.items[end - 1];
-    count_start(last);
+    if (params_.counters == nullptr || threadIdx.x != kCounter || share.begin == share.end) return;
+    count_start(share.first);
+    MlaWorkItem last = share.first;
+    if (share.end - share.begin > 1) {
+      last = params_.items[share.end - 1];
+      count_start(last);
+    }
     if (last.slot >= 0) control_.last_merge = params_.merges[last.merge];
   }
 

@@ -67,6 +67,8 @@ struct MlaProfiledTile : Tile {
 // Who writes events in a CTA: each warpgroup has a group of its own.
 inline constexpr uint32_t kMlaProfileGroups = 3;
 
+inline constexpr int kMlaCopyWarp = 8;  // the first of the warpgroup that loads
+
 // Parts of a block: the columns of the first and the second warpgroup, kpe.
 enum MlaPart { kLeft, kRight, kRope, kNumParts };
 inline constexpr int kMlaMaxChunks = 9;
