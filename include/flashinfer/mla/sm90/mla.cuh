@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   __syncwarp();
   // Everybody waits for it before the first barrier: meanwhile the plan and page numbers come.
-  ptx::cluster_arrive();
+  ptx::cluster_arrive_relaxed();
   if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // The other CTA of the cluster may still arrive at barriers of this one.
   if (kSharers != 1) {
     __syncwarp();
-    ptx::cluster_arrive();
+    ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();
   }
 #endif
