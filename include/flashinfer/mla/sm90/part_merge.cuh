@@ -154,9 +154,9 @@ class MlaPartMerge {
   __device__ __forceinline__ uint32_t place_address(int place) const {
     return shared_ + place * kRowBytes;
   }
-  // Of a row's parts, in fours.
+  // Of a row's parts.
   __device__ __forceinline__ uint32_t weight_address(int row, int num_parts) const {
-    return shared_ + Tile::kOffsetWeights + row * ceil_div(num_parts, 4) * 16;
+    return shared_ + Tile::kOffsetWeights + row * num_parts * 4;
   }
 
   __device__ __forceinline__ void add_rows(const MlaMerge& merge, const Rows& rows) const {
@@ -169,7 +169,11 @@ class MlaPartMerge {
       weigh(merge, some);
       ptx::cp_async_wait<0>();
       synchronize();
-      add(merge, some);
+      if (rows.count < 4) {
+        add<1>(merge, some);
+      } else {
+        add<4>(merge, some);
+      }
       synchronize();  // the places are free
     }
   }
@@ -241,46 +245,45 @@ class MlaPartMerge {
     return value;
   }
 
-  // Each thread has two columns.
+  // Each thread has `kPairs` pairs of columns: few pairs share a row of many parts among all
+  // threads, many pairs have more rows at a time.
+  template <int kPairs>
   __device__ __forceinline__ void add(const MlaMerge& merge, const Rows& rows) const {
-    constexpr int kRowThreads = Tile::kDimCkv / 2;
+    constexpr int kRowThreads = Tile::kDimCkv / 2 / kPairs;
     const int thread = threadIdx.x % kRowThreads;
 #pragma unroll 1
     for (int i = threadIdx.x / kRowThreads; i < rows.count; i += kThreads / kRowThreads) {
-      uint32_t weights = weight_address(i, merge.num_parts);
-      uint32_t source = place_address(i * merge.num_parts) + thread * 4;
-      float sums[2] = {0.f, 0.f};
-      const auto add_part = [&](uint32_t weight, uint32_t pair) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float value = to_float(O{static_cast<uint16_t>(pair >> e * 16)});
-          sums[e] = fmaf(value, __uint_as_float(weight), sums[e]);
+      const uint32_t weights = weight_address(i, merge.num_parts);
+      const uint32_t source = place_address(i * merge.num_parts) + thread * kPairs * 4;
+      float sums[2 * kPairs] = {};
+#pragma unroll 8
+      for (int part = 0; part < merge.num_parts; ++part) {
+        const float weight = __uint_as_float(ptx::load_shared_4(weights + part * 4));
+        uint32_t pairs[kPairs];
+        if constexpr (kPairs == 1) {
+          pairs[0] = ptx::load_shared_4(source + part * kRowBytes);
+        } else {
+          const uint4 four = ptx::load_shared_16(source + part * kRowBytes);
+          pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
         }
-      };
-      int left = merge.num_parts;
-#pragma unroll 2
-      for (; left >= 4; left -= 4) {
-        const uint4 four = ptx::load_shared_16(weights);
-        uint32_t pairs[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) pairs[k] = ptx::load_shared_4(source + k * kRowBytes);
-        add_part(four.x, pairs[0]);
-        add_part(four.y, pairs[1]);
-        add_part(four.z, pairs[2]);
-        add_part(four.w, pairs[3]);
-        weights += 16;
-        source += 4 * kRowBytes;
-      }
-#pragma unroll 1
-      for (; left > 0; --left) {
-        add_part(ptx::load_shared_4(weights), ptx::load_shared_4(source));
-        weights += 4;
-        source += kRowBytes;
+        for (int e = 0; e < 2 * kPairs; ++e) {
+          const float value = to_float(O{static_cast<uint16_t>(pairs[e / 2] >> e % 2 * 16)});
+          sums[e] = fmaf(value, weight, sums[e]);
+        }
       }
       const int row = merge.row_begin + rows.first + i * rows.step;
-      const MlaRowPlace place(params_, merge.qo_begin, row);
-      reinterpret_cast<typename PackedPair<O>::Bits*>(place.template row<O>(params_))[thread] =
-          PackedPair<O>::pack(sums[0], sums[1]);
+      O* const target = MlaRowPlace(params_, merge.qo_begin, row).template row<O>(params_);
+      uint32_t words[kPairs];
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        words[k] = PackedPair<O>::pack(sums[2 * k], sums[2 * k + 1]);
+      }
+      if constexpr (kPairs == 1) {
+        reinterpret_cast<uint32_t*>(target)[thread] = words[0];
+      } else {
+        reinterpret_cast<uint4*>(target)[thread] = uint4{words[0], words[1], words[2], words[3]};
+      }
     }
   }
 
