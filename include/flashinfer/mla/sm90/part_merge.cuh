@@ -43,7 +43,8 @@ class MlaPartMerge {
         lane_idx_(threadIdx.x % 32) {}
 
   // The CTA counts its first and its last item; the others are whole tiles. A thread of the second
-  // warpgroup does it, which waits for the first's logits anyway, and looks up the last one's merge.
+  // warpgroup does it, which waits for the first's logits anyway, and looks up the last one's
+  // merge.
   __device__ __forceinline__ void count_start(const MlaShare& share) const {
     if (threadIdx.x == 0) control_.complete_merge = -1;
     if (params_.counters == nullptr || threadIdx.x != kCounter || share.begin == share.end) return;
@@ -183,8 +184,8 @@ class MlaPartMerge {
     const int num_places = rows.count * merge.num_parts, place = lane_idx_ * kWarps + warp_idx_;
     const int row = static_cast<unsigned>(place) / static_cast<unsigned>(merge.num_parts);
     const int part = place - row * merge.num_parts;
-    const int slot_row = (merge.slot_begin + part * merge.slot_stride) * Tile::kRows + rows.first +
-                         row * rows.step;
+    const int slot_row =
+        (merge.slot_begin + part * merge.slot_stride) * Tile::kRows + rows.first + row * rows.step;
     float lse = 0.f;
     if (place < num_places) lse = __ldcg(params_.partial_lse + slot_row);
     const char* const outputs = static_cast<const char*>(params_.partial_o) + lane_idx_ * 16;
