@@ -151,7 +151,7 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
     one_by_default(
         [
             (PART_MERGE, "*counters = {0, 0};  // for the next launch", ""),
-            (PART_MERGE, "fmaf(value, weight, sums[e]);", "sums[e] + value;"),
+            (PART_MERGE, "fmaf(value, __uint_as_float(weight), sums[e]);", "sums[e] + value;"),
             (PART_MERGE, "store(part, load(part) * end.factor);", ""),
             (PART_MERGE, "ptx::cp_async_wait<0>();", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),

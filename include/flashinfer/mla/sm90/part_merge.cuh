@@ -155,9 +155,9 @@ class MlaPartMerge {
   __device__ __forceinline__ uint32_t place_address(int place) const {
     return shared_ + place * kRowBytes;
   }
-  // Of a row's parts.
+  // Of a row's parts, in fours.
   __device__ __forceinline__ uint32_t weight_address(int row, int num_parts) const {
-    return shared_ + Tile::kOffsetWeights + row * num_parts * 4;
+    return shared_ + Tile::kOffsetWeights + row * ceil_div(num_parts, 4) * 16;
   }
 
   __device__ __forceinline__ void add_rows(const MlaMerge& merge, const Rows& rows) const {
@@ -246,32 +246,37 @@ class MlaPartMerge {
     return value;
   }
 
-  // Each thread has `kPairs` pairs of columns: few pairs share a row of many parts among all
-  // threads, many pairs have more rows at a time.
+  // Each thread has `kPairs` pairs of columns: one shares a row of many parts among all threads,
+  // four have more rows at a time.
   template <int kPairs>
   __device__ __forceinline__ void add(const MlaMerge& merge, const Rows& rows) const {
     constexpr int kRowThreads = Tile::kDimCkv / 2 / kPairs;
     const int thread = threadIdx.x % kRowThreads;
 #pragma unroll 1
     for (int i = threadIdx.x / kRowThreads; i < rows.count; i += kThreads / kRowThreads) {
-      const uint32_t weights = weight_address(i, merge.num_parts);
-      const uint32_t source = place_address(i * merge.num_parts) + thread * kPairs * 4;
+      uint32_t weights = weight_address(i, merge.num_parts);
+      uint32_t source = place_address(i * merge.num_parts) + thread * kPairs * 4;
       float sums[2 * kPairs] = {};
-#pragma unroll 8
-      for (int part = 0; part < merge.num_parts; ++part) {
-        const float weight = __uint_as_float(ptx::load_shared_4(weights + part * 4));
-        uint32_t pairs[kPairs];
-        if constexpr (kPairs == 1) {
-          pairs[0] = ptx::load_shared_4(source + part * kRowBytes);
-        } else {
-          const uint4 four = ptx::load_shared_16(source + part * kRowBytes);
-          pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
-        }
+      int left = merge.num_parts;
+#pragma unroll 2
+      for (; left >= 4; left -= 4) {
+        const uint4 four = ptx::load_shared_16(weights);
+        const uint32_t of_parts[4] = {four.x, four.y, four.z, four.w};
+        uint32_t pairs[4][kPairs];
 #pragma unroll
-        for (int e = 0; e < 2 * kPairs; ++e) {
-          const float value = to_float(O{static_cast<uint16_t>(pairs[e / 2] >> e % 2 * 16)});
-          sums[e] = fmaf(value, weight, sums[e]);
-        }
+        for (int k = 0; k < 4; ++k) load_pairs(source + k * kRowBytes, pairs[k]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) add_part(of_parts[k], pairs[k], sums);
+        weights += 16;
+        source += 4 * kRowBytes;
+      }
+#pragma unroll 1
+      for (; left > 0; --left) {
+        uint32_t pairs[kPairs];
+        load_pairs(source, pairs);
+        add_part(ptx::load_shared_4(weights), pairs, sums);
+        weights += 4;
+        source += kRowBytes;
       }
       const int row = merge.row_begin + rows.first + i * rows.step;
       O* const target = MlaRowPlace(params_, merge.qo_begin, row).template row<O>(params_);
@@ -285,6 +290,26 @@ class MlaPartMerge {
       } else {
         reinterpret_cast<uint4*>(target)[thread] = uint4{words[0], words[1], words[2], words[3]};
       }
+    }
+  }
+
+  template <int kPairs>
+  __device__ __forceinline__ static void load_pairs(uint32_t source, uint32_t (&pairs)[kPairs]) {
+    if constexpr (kPairs == 1) {
+      pairs[0] = ptx::load_shared_4(source);
+    } else {
+      const uint4 four = ptx::load_shared_16(source);
+      pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
+    }
+  }
+
+  template <int kPairs>
+  __device__ __forceinline__ static void add_part(uint32_t weight, const uint32_t (&pairs)[kPairs],
+                                                  float (&sums)[2 * kPairs]) {
+#pragma unroll
+    for (int e = 0; e < 2 * kPairs; ++e) {
+      const float value = to_float(O{static_cast<uint16_t>(pairs[e / 2] >> e % 2 * 16)});
+      sums[e] = fmaf(value, __uint_as_float(weight), sums[e]);
     }
   }
 
