@@ -59,19 +59,19 @@ class MlaConsumer {
   }
 
   // Returns the merge of the last item's part, or -1.
-  __device__ __forceinline__ int run(const MlaShare& share) {
-    const int begin = share.begin, end = share.end;
+  __device__ __forceinline__ int run() {
+    const MlaShare share(params_);
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
     ptx::cluster_wait();
     MlaPartMerge<Tile> merge(params_, control_, shared_);
     merge.count_start(share);
-    for (int i = begin; i < end; ++i) {
-      if (i != begin) item = params_.items[i];
-      attend(item, (i - begin) % 2);
-      if (i + 1 < end) merge.template end_item<kGroup>(item);
+    for (int i = share.begin; i < share.end; ++i) {
+      if (i != share.begin) item = params_.items[i];
+      attend(item, (i - share.begin) % 2);
+      if (i + 1 < share.end) merge.template end_item<kGroup>(item);
     }
-    return begin < end && item.slot >= 0 ? item.merge : -1;
+    return share.begin < share.end && item.slot >= 0 ? item.merge : -1;
   }
 
  private:

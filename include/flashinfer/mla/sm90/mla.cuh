@@ -57,21 +57,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
-  const MlaShare share(params.mla);
   if (warp_idx / 4 == 2) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
     if constexpr (Tile::kWidens) {
-      MlaWidener<Tile, kSharers>(params.mla, shared, control).run(share);
+      MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
     } else {
-      MlaProducer<Tile, kSharers>(params, shared, control).run(share);
+      MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
   } else {
     ptx::increase_registers<Tile::kConsumerRegisters>();
     int last_merge;
     if (warp_idx / 4 == 0) {
-      last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run(share);
+      last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run();
     } else {
-      last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run(share);
+      last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run();
     }
     MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
   }

@@ -38,7 +38,8 @@ class MlaProducer {
     lane_idx_ = threadIdx.x % 32;
   }
 
-  __device__ __forceinline__ void run(const MlaShare& share) {
+  __device__ __forceinline__ void run() {
+    const MlaShare share(params_);
     const int begin = share.begin, end = share.end;
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();

@@ -55,10 +55,10 @@ class MlaWidener {
     if (kSharers == 2) to_other_ = ptx::remote_address(shared_, ptx::cluster_rank() ^ 1) - shared_;
   }
 
-  __device__ __forceinline__ void run(const MlaShare& share) {
+  __device__ __forceinline__ void run() {
     ptx::grid_dependency_wait();
     ptx::cluster_wait();
-    const int begin = share.begin, end = share.end;
+    const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
     for (int i = begin; i < end; ++i) {
       load_query(params_.items[i], (i - begin) % 2);
       profile_.begin(MlaEvent::kLoad);
