@@ -150,9 +150,10 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
     ("header", "statement", "other"),
     one_by_default(
         [
-            (PART_MERGE, "      *counters = {0, 0};\n    }", "    }"),  # the second launch finds it
-            (PART_MERGE, "fmaf(value, weight, sums[i][e]);", "sums[i][e] + value;"),
-            (PART_MERGE, "sum += control_.part_sums[i][group];", ""),
+            (PART_MERGE, "*counters = {0, 0};  // for the next launch", ""),
+            (PART_MERGE, "fmaf(value, __uint_as_float(weight), sums[e]);", "sums[e] + value;"),
+            (PART_MERGE, "store(part, load(part) * end.factor);", ""),
+            (PART_MERGE, "ptx::cp_async_wait<0>();", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
             (WIDE_PRODUCER, "pages, first_box + box);", "pages, first_box);"),
             (WIDE_CONSUMER, "kGroup * Tile::kChunksHalf) % Tile::kChunksCkv", "kGroup * 2)"),

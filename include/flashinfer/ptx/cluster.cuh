@@ -45,6 +45,14 @@ __device__ __forceinline__ void cluster_arrive() {
 #endif
 }
 
+// The first half for those who publish no write, or have done so by a fence: the other arrive waits
+// until the whole GPU sees what the thread wrote.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

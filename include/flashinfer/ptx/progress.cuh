@@ -24,11 +24,13 @@ __device__ __forceinline__ void wait_done(const uint32_t* counter, uint32_t coun
   }
 }
 
-// Adds to a counter and returns what it was: releases what is written so far, as count_done() does,
-// and acquires what those released who added before.
+// Releases, as count_done() does, to whoever sees what this thread adds to counters afterwards.
+__device__ __forceinline__ void release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Adds to a counter and returns what it was: acquires what those released who added before.
 __device__ __forceinline__ uint32_t count_and_see(uint32_t* counter, uint32_t amount) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+  asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(counter), "r"(amount)
                : "memory");
@@ -38,6 +40,16 @@ __device__ __forceinline__ uint32_t count_and_see(uint32_t* counter, uint32_t am
 // A counter of events alone, which says nothing about memory.
 __device__ __forceinline__ void count_event(uint32_t* counter) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Adds to it and returns what it was.
+__device__ __forceinline__ uint32_t count_events(uint32_t* counter, uint32_t amount) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(amount)
+               : "memory");
+  return before;
 }
 
 __device__ __forceinline__ uint32_t see_events(const uint32_t* counter) {

@@ -60,18 +60,18 @@ class MlaConsumer {
 
   // Returns the merge of the last item's part, or -1.
   __device__ __forceinline__ int run() {
-    const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
-    MlaWorkItem item = {};
-    if (begin < end) item = params_.items[begin];
+    const MlaShare share(params_);
+    MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
+    ptx::cluster_wait();
     MlaPartMerge<Tile> merge(params_, control_, shared_);
-    merge.count_start(begin, end);
-    for (int i = begin; i < end; ++i) {
-      if (i != begin) item = params_.items[i];
-      attend(item, (i - begin) % 2);
-      if (i + 1 < end) merge.template end_item<kGroup>(item);
+    merge.count_start(share);
+    for (int i = share.begin; i < share.end; ++i) {
+      if (i != share.begin) item = params_.items[i];
+      attend(item, (i - share.begin) % 2);
+      if (i + 1 < share.end) merge.template end_item<kGroup>(item);
     }
-    return begin < end && item.slot >= 0 ? item.merge : -1;
+    return share.begin < share.end && item.slot >= 0 ? item.merge : -1;
   }
 
  private:
@@ -389,9 +389,11 @@ class MlaConsumer {
     for (int h = 0; h < 2; ++h) {
       shrink[h] = 1.f;
       if (largest[h] > largest_[h] + kHeadroom) {
-        shrink[h] = math::ptx_exp2(largest_[h] - largest[h]);
+        if (largest_[h] != -math::inf) {  // else there is nothing to scale
+          shrink[h] = math::ptx_exp2(largest_[h] - largest[h]);
+          moves = true;
+        }
         largest_[h] = largest[h];
-        moves = true;
       }
       reference[h] = largest_[h] == -math::inf ? 0.f : largest_[h];
     }
@@ -450,10 +452,12 @@ class MlaConsumer {
       const float largest = control_.largest[kOther][row_ + 8 * h];
       shrink[h] = 1.f;
       if (largest != largest_[h]) {
-        shrink[h] = math::ptx_exp2(largest_[h] - largest);
+        if (largest_[h] != -math::inf) {
+          shrink[h] = math::ptx_exp2(largest_[h] - largest);
+          sum_[h] *= shrink[h];
+          moves = true;
+        }
         largest_[h] = largest;
-        sum_[h] *= shrink[h];
-        moves = true;
       }
     }
     return __any_sync(0xffffffffu, moves);

@@ -14,30 +14,24 @@
 
 namespace flashinfer {
 
-template <int kSharers>
-__device__ __forceinline__ void synchronize_cluster() {
-  if constexpr (kSharers == 1) {
-    __syncthreads();
-  } else {
-    __syncwarp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  }
-}
-
+// By a warp.
 template <int kSharers>
 __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copies_by_threads) {
   constexpr int kWarps = 4;  // of a warpgroup
+  constexpr int kFull = 2 * kMlaMaxChunks, kEmpty = 2 * kNumParts;
+  static_assert(kFull + kEmpty <= 32);
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   };
-  init(control.q_full, copies_by_threads ? kWarps : kWarps - 1);
-  init(control.q_empty, 2 * kWarps);
-  for (int block = 0; block < 2; ++block) {
-    for (int chunk = 0; chunk < kMlaMaxChunks; ++chunk) {
-      init(control.kv_full[block][chunk], copies_by_threads ? kWarps : 1);
-    }
-    for (uint64_t& empty : control.kv_empty[block]) init(empty, kWarps * kSharers);
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) {
+    init(control.q_full, copies_by_threads ? kWarps : kWarps - 1);
+    init(control.q_empty, 2 * kWarps);
+  }
+  if (lane < kFull) {
+    init((&control.kv_full[0][0])[lane], copies_by_threads ? kWarps : 1);
+  } else if (lane < kFull + kEmpty) {
+    init((&control.kv_empty[0][0])[lane - kFull], kWarps * kSharers);
   }
   ptx::mbarrier_init_fence();
 }
@@ -49,20 +43,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
-  if (threadIdx.x == 0) {
+  const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp_idx == 0) {
     init_mla_barriers<kSharers>(control, Tile::kWidens || params.box_rows == 0);
-    if (params.box_rows != 0) {
-      ptx::tma_prefetch_map(&params.ckv);
-      if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
-    }
+  } else if (warp_idx == kMlaCopyWarp && params.box_rows != 0) {
+    ptx::tma_prefetch_map(&params.ckv);
+    if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
   }
-  synchronize_cluster<kSharers>();
+  __syncwarp();
+  // Everybody waits for it before the first barrier: meanwhile the plan and page numbers come.
+  ptx::cluster_arrive_relaxed();
   if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
-  const int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (warpgroup_idx == 2) {
+  if (warp_idx / 4 == 2) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
     if constexpr (Tile::kWidens) {
       MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
@@ -72,7 +67,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else {
     ptx::increase_registers<Tile::kConsumerRegisters>();
     int last_merge;
-    if (warpgroup_idx == 0) {
+    if (warp_idx / 4 == 0) {
       last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run();
     } else {
       last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run();
@@ -80,7 +75,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
   }
   // The other CTA of the cluster may still arrive at barriers of this one.
-  if (kSharers != 1) synchronize_cluster<kSharers>();
+  if (kSharers != 1) {
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
 #endif
 }
 

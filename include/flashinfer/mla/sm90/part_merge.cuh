@@ -5,11 +5,16 @@
 // a part have started, so that none needs the room of one that waits; otherwise the CTA that brings
 // the last part merges all rows. Parts are added up in the same order whoever does it: results
 // repeat bit for bit.
+//
+// A launch ends with this, so that each trip to L2 counts: rows of all parts are copied to shared
+// memory at once, and their weights are made meanwhile.
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/mla/sm90/share.cuh>
 #include <flashinfer/mla/sm90/tile.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/progress.cuh>
 #include <flashinfer/ptx/shared.cuh>
@@ -20,27 +25,36 @@ namespace flashinfer {
 template <typename Tile>
 class MlaPartMerge {
   using O = typename Tile::O;
-  static constexpr int kWarps = Tile::kConsumerThreads / 32;
-  static constexpr int kFewParts = 16;                // that are added up one after the other
-  static constexpr int kLoads = Tile::kDimCkv / 256;  // of 8 columns a lane
+  static constexpr int kThreads = Tile::kConsumerThreads, kWarps = kThreads / 32;
+  static constexpr int kRowBytes = Tile::kDimCkv * 2;
+  static_assert(sizeof(O) == 2);
   // The counter of parts has three numbers: parts that are there, CTAs that wait, and of them those
   // that have seen all parts.
   static constexpr uint32_t kPart = 1, kWaiting = 1 << 10, kSeen = 1 << 20, kMask = 1023;
   static constexpr int kCounter = 128;  // the thread that counts starts
-  using Sums = float[kLoads][8];
 
  public:
   __device__ __forceinline__ MlaPartMerge(const MlaParams& params, MlaControl& control,
                                           uint32_t shared)
-      : params_(params), control_(control), shared_(shared) {}
+      : params_(params),
+        control_(control),
+        shared_(shared),
+        warp_idx_(threadIdx.x / 32),
+        lane_idx_(threadIdx.x % 32) {}
 
   // The CTA counts its first and its last item; the others are whole tiles. A thread of the second
-  // warpgroup does it, which waits for the first's logits anyway.
-  __device__ __forceinline__ void count_start(int begin, int end) const {
+  // warpgroup does it, which waits for the first's logits anyway, and looks up the last one's
+  // merge.
+  __device__ __forceinline__ void count_start(const MlaShare& share) const {
     if (threadIdx.x == 0) control_.complete_merge = -1;
-    if (params_.counters == nullptr || threadIdx.x != kCounter || begin == end) return;
-    count_start(params_.items[begin]);
-    if (end - begin > 1) count_start(params_.items[end - 1]);
+    if (params_.counters == nullptr || threadIdx.x != kCounter || share.begin == share.end) return;
+    count_start(share.first);
+    MlaWorkItem last = share.first;
+    if (share.end - share.begin > 1) {
+      last = params_.items[share.end - 1];
+      count_start(last);
+    }
+    if (last.slot >= 0) control_.last_merge = params_.merges[last.merge];
   }
 
   // The item is written. Its part may be the last one that is there; then its rows are merged after
@@ -64,20 +78,23 @@ class MlaPartMerge {
   // `number`: the merge of the last item's part, or -1.
   __device__ __forceinline__ void end_last_item(int number) const {
     if (params_.counters == nullptr) return;
-    MlaMerge merge = {};
-    if (number >= 0) merge = params_.merges[number];
     synchronize();
+    bool waited = false;
     if (threadIdx.x == 0) {
       control_.share_count = 0;
-      if (number >= 0) take_part(number, merge.num_parts, true);
+      if (number >= 0) waited = take_part(number, control_.last_merge.num_parts, true);
     }
     synchronize();
-    if (control_.share_count == 0 && control_.complete_merge < 0) return;
-    const Rows rows = share_of(merge);
-    const bool together = has_groups(merge) && rows.count <= kWarps;
-    add_rows(merge, rows, together);
-    synchronize();
-    if (together) finish_groups(merge, rows);
+    uint32_t seen = 0;  // is not waited for while parts are added up
+    if (waited) seen = ptx::count_events(&params_.counters[number].parts, kSeen);
+    if (control_.share_count != 0) add_rows(control_.last_merge, share_of(control_.last_merge));
+    if (control_.complete_merge >= 0) {
+      const MlaMerge merge = params_.merges[control_.complete_merge];
+      add_rows(merge, {0, 1, num_rows(merge)});
+    }
+    if (waited && (seen / kSeen & kMask) + 1 == control_.share_count) {
+      params_.counters[number] = {0, 0};  // for the next launch
+    }
   }
 
  private:
@@ -89,11 +106,14 @@ class MlaPartMerge {
     ptx::named_barrier_sync(kItemEnd, Tile::kConsumerThreads);
   }
 
-  // Announces the part, and finds out which share of the rows the CTA merges.
-  __device__ __forceinline__ void take_part(int merge, uint32_t num_parts, bool is_last) const {
+  // Announces the part, and finds out which share of the rows the CTA merges. Returns whether it
+  // has waited for the other parts.
+  __device__ __forceinline__ bool take_part(int merge, uint32_t num_parts, bool is_last) const {
     MlaMergeCounters* const counters = &params_.counters[merge];
     uint32_t* const counter = &counters->parts;
-    const bool waits = is_last && ptx::see_events(&counters->started) == num_parts;
+    const uint32_t started = is_last ? ptx::see_events(&counters->started) : 0;
+    ptx::release();  // takes as long as what it waits for beside it
+    const bool waits = started == num_parts;
     const uint32_t before = ptx::count_and_see(counter, kPart + (waits ? kWaiting : 0));
     const uint32_t waiting = before / kWaiting & kMask;
     const bool is_complete = (before & kMask) + 1 == num_parts;
@@ -103,12 +123,11 @@ class MlaPartMerge {
       uint32_t now = before + kPart + kWaiting;
       while ((now & kMask) != num_parts) now = ptx::see_count(counter);
       control_.share_count = now / kWaiting & kMask;
-      const uint32_t seen = ptx::count_and_see(counter, kSeen) / kSeen & kMask;
-      if (seen + 1 == control_.share_count) *counters = {0, 0};  // for the next launch
     } else if (is_complete && waiting == 0) {
       control_.share_count = 1;
-      *counters = {0, 0};
+      *counters = {0, 0};  // for the next launch
     }
+    return waits;
   }
 
   // ---- Rows ----
@@ -125,177 +144,179 @@ class MlaPartMerge {
 
   __device__ __forceinline__ Rows share_of(const MlaMerge& merge) const {
     const int step = control_.share_count, first = control_.share_index;
-    if (step == 0) return {0, 0, 0};
     return {first, step, max(0, (num_rows(merge) - first + step - 1) / step)};
   }
 
-  // Parts of a tile that has many are added up in groups, one for each warp, and then the groups,
-  // whether all warps do it or one.
-  __device__ __forceinline__ static bool has_groups(const MlaMerge& merge) {
-    return merge.num_parts > kFewParts;
+  // In the place of queries and keys, which nobody needs after the CTA's last item, is room for a
+  // row of many parts, or for some rows of few. A tile has at most as many parts as there are CTAs.
+  static constexpr int kRoom = Tile::kOffsetWeights / kRowBytes;
+  static constexpr int kPlaces = kRoom < kThreads ? kRoom : kThreads;  // a thread has one
+
+  __device__ __forceinline__ uint32_t place_address(int place) const {
+    return shared_ + place * kRowBytes;
+  }
+  // Of a row's parts, in fours.
+  __device__ __forceinline__ uint32_t weight_address(int row, int num_parts) const {
+    return shared_ + Tile::kOffsetWeights + row * ceil_div(num_parts, 4) * 16;
   }
 
-  __device__ __forceinline__ static int64_t place(const MlaMerge& merge, int part, int row) {
-    return (int64_t{merge.slot_begin} + int64_t{part} * merge.slot_stride) * Tile::kRows + row;
-  }
-
-  __device__ __forceinline__ float find_largest(const MlaMerge& merge, int row) const {
-    float largest = -math::inf;
-    for (int part = threadIdx.x % 32; part < merge.num_parts; part += 32) {
-      largest = fmaxf(largest, __ldcg(params_.partial_lse + place(merge, part, row)));
+  __device__ __forceinline__ void add_rows(const MlaMerge& merge, const Rows& rows) const {
+    const int most = kPlaces / merge.num_parts;
+#pragma unroll 1
+    for (int i = 0; i < rows.count; i += most) {
+      const Rows some = {rows.first + i * rows.step, rows.step, min(most, rows.count - i)};
+      copy(merge, some);
+      synchronize();
+      weigh(merge, some);
+      ptx::cp_async_wait<0>();
+      synchronize();
+      if (rows.count < 4) {
+        add<1>(merge, some);
+      } else {
+        add<4>(merge, some);
+      }
+      synchronize();  // the places are free
     }
+  }
+
+  // Asks for the rows of all parts; leaves the parts' LSEs where weights will be.
+  __device__ __forceinline__ void copy(const MlaMerge& merge, const Rows& rows) const {
+    const int num_places = rows.count * merge.num_parts, place = lane_idx_ * kWarps + warp_idx_;
+    const int row = static_cast<unsigned>(place) / static_cast<unsigned>(merge.num_parts);
+    const int part = place - row * merge.num_parts;
+    const int slot_row =
+        (merge.slot_begin + part * merge.slot_stride) * Tile::kRows + rows.first + row * rows.step;
+    float lse = 0.f;
+    if (place < num_places) lse = __ldcg(params_.partial_lse + slot_row);
+    const char* const outputs = static_cast<const char*>(params_.partial_o) + lane_idx_ * 16;
+#pragma unroll 1
+    for (int i = 0; i * kWarps + warp_idx_ < num_places; ++i) {
+      const char* source = outputs + int64_t{__shfl_sync(0xffffffffu, slot_row, i)} * kRowBytes;
+      const uint32_t target = place_address(i * kWarps + warp_idx_) + lane_idx_ * 16;
+#pragma unroll
+      for (int bytes = 0; bytes < kRowBytes; bytes += 512) {
+        ptx::cp_async_16(target + bytes, source + bytes, true);
+      }
+    }
+    ptx::cp_async_commit();
+    if (place < num_places) {
+      ptx::store_shared_4(weight_address(row, merge.num_parts) + part * 4, __float_as_uint(lse));
+    }
+  }
+
+  // Makes weights of LSEs, a warp for each row.
+  __device__ __forceinline__ void weigh(const MlaMerge& merge, const Rows& rows) const {
+#pragma unroll 1
+    for (int i = warp_idx_; i < rows.count; i += kWarps) {
+      const uint32_t weights = weight_address(i, merge.num_parts);
+      const auto load = [&](int part) {
+        return __uint_as_float(ptx::load_shared_4(weights + part * 4));
+      };
+      const auto store = [&](int part, float weight) {
+        ptx::store_shared_4(weights + part * 4, __float_as_uint(weight));
+      };
+      float largest = -math::inf;
+      for (int part = lane_idx_; part < merge.num_parts; part += 32) {
+        largest = fmaxf(largest, load(part));
+      }
+      largest = over_lanes(largest, [](float a, float b) { return fmaxf(a, b); });
+      const float reference = largest == -math::inf ? 0.f : largest;
+      float sum = 0.f;
+      for (int part = lane_idx_; part < merge.num_parts; part += 32) {
+        const float weight = math::ptx_exp2(load(part) - reference);
+        store(part, weight);
+        sum += weight;
+      }
+      sum = over_lanes(sum, [](float a, float b) { return a + b; });
+      const int row = rows.first + i * rows.step;
+      const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
+      if (lane_idx_ == 0) end.write_lse(params_);
+      for (int part = lane_idx_; part < merge.num_parts; part += 32) {
+        store(part, load(part) * end.factor);
+      }
+    }
+  }
+
+  template <typename Combine>
+  __device__ __forceinline__ static float over_lanes(float value, const Combine& combine) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
     }
-    return largest;
+    return value;
   }
 
-  // Adds up the parts first, first + step, ...; the lane has columns 8 lane ... of each 256.
-  __device__ __forceinline__ float add_parts(const MlaMerge& merge, int row, int first, int step,
-                                             float largest, Sums& sums) const {
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) sums[i][e] = 0.f;
-    }
-    const float reference = largest == -math::inf ? 0.f : largest;
-#pragma unroll 4
-    for (int part = first; part < merge.num_parts; part += step) {
-      const int64_t slot_row = place(merge, part, row);
-      const float weight = math::ptx_exp2(__ldcg(params_.partial_lse + slot_row) - reference);
-      const uint4* source = reinterpret_cast<const uint4*>(
-          static_cast<const O*>(params_.partial_o) + slot_row * Tile::kDimCkv);
-      sum += weight;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const uint4 bits = __ldcg(source + i * 32 + threadIdx.x % 32);
-        const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const float value = to_float(O{static_cast<uint16_t>(pairs[e / 2] >> e % 2 * 16)});
-          sums[i][e] = fmaf(value, weight, sums[i][e]);
-        }
-      }
-    }
-    return sum;
-  }
-
-  __device__ __forceinline__ static void add(Sums& sums, const Sums& others) {
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) sums[i][e] += others[i][e];
-    }
-  }
-
-  // Adds up the parts of the CTA's share, then those of the tile that it completed. A warp has rows
-  // of its own, or `together` with the others a group of each row. All of it is one copy of the
-  // code, which would otherwise be a sixth of what the kernel takes to compile.
-  __device__ __forceinline__ void add_rows(MlaMerge merge, Rows rows, bool together) const {
-    const int warp = threadIdx.x / 32;
+  // Each thread has `kPairs` pairs of columns: one shares a row of many parts among all threads,
+  // four have more rows at a time.
+  template <int kPairs>
+  __device__ __forceinline__ void add(const MlaMerge& merge, const Rows& rows) const {
+    constexpr int kRowThreads = Tile::kDimCkv / 2 / kPairs;
+    const int thread = threadIdx.x % kRowThreads;
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      if (turn == 1) {
-        if (control_.complete_merge < 0) break;
-        merge = params_.merges[control_.complete_merge];
-        rows = {0, 1, num_rows(merge)};
-        together = false;
+    for (int i = threadIdx.x / kRowThreads; i < rows.count; i += kThreads / kRowThreads) {
+      uint32_t weights = weight_address(i, merge.num_parts);
+      uint32_t source = place_address(i * merge.num_parts) + thread * kPairs * 4;
+      float sums[2 * kPairs] = {};
+      int left = merge.num_parts;
+#pragma unroll 2
+      for (; left >= 4; left -= 4) {
+        const uint4 four = ptx::load_shared_16(weights);
+        const uint32_t of_parts[4] = {four.x, four.y, four.z, four.w};
+        uint32_t pairs[4][kPairs];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) load_pairs(source + k * kRowBytes, pairs[k]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) add_part(of_parts[k], pairs[k], sums);
+        weights += 16;
+        source += 4 * kRowBytes;
       }
-      const int groups = has_groups(merge) ? kWarps : 1;
 #pragma unroll 1
-      for (int i = together ? 0 : warp; i < rows.count; i += together ? 1 : kWarps) {
-        const int row = rows.first + i * rows.step;
-        const float largest = find_largest(merge, row);
-        Sums sums = {}, others;
-        float sum = 0.f;
-#pragma unroll 1
-        for (int group = together ? warp : 0; group < (together ? warp + 1 : groups); ++group) {
-          sum += add_parts(merge, row, group, groups, largest, others);
-          add(sums, others);
-        }
-        if (together) {
-          store_group(i, sum, sums);
-        } else {
-          write(merge, row, largest, sum, sums);
-        }
+      for (; left > 0; --left) {
+        uint32_t pairs[kPairs];
+        load_pairs(source, pairs);
+        add_part(ptx::load_shared_4(weights), pairs, sums);
+        weights += 4;
+        source += kRowBytes;
+      }
+      const int row = merge.row_begin + rows.first + i * rows.step;
+      O* const target = MlaRowPlace(params_, merge.qo_begin, row).template row<O>(params_);
+      uint32_t words[kPairs];
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        words[k] = PackedPair<O>::pack(sums[2 * k], sums[2 * k + 1]);
+      }
+      if constexpr (kPairs == 1) {
+        reinterpret_cast<uint32_t*>(target)[thread] = words[0];
+      } else {
+        reinterpret_cast<uint4*>(target)[thread] = uint4{words[0], words[1], words[2], words[3]};
       }
     }
   }
 
-  __device__ __forceinline__ void write(const MlaMerge& merge, int row, float largest, float sum,
-                                        const Sums& sums) const {
-    const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
-    if (threadIdx.x % 32 == 0) end.write_lse(params_);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        pairs[p] =
-            PackedPair<O>::pack(sums[i][2 * p] * end.factor, sums[i][2 * p + 1] * end.factor);
-      }
-      reinterpret_cast<uint4*>(end.template row<O>(params_))[i * 32 + threadIdx.x % 32] =
-          uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+  template <int kPairs>
+  __device__ __forceinline__ static void load_pairs(uint32_t source, uint32_t (&pairs)[kPairs]) {
+    if constexpr (kPairs == 1) {
+      pairs[0] = ptx::load_shared_4(source);
+    } else {
+      const uint4 four = ptx::load_shared_16(source);
+      pairs[0] = four.x, pairs[1] = four.y, pairs[2] = four.z, pairs[3] = four.w;
     }
   }
 
-  // ---- Rows of many parts, by all warps ----
-  //
-  // Sums of groups go through the place of queries and keys, which nobody needs after the CTA's
-  // last item.
-
-  // Where the lane's columns of a group of the share's row `i` lie, and the group's sum of weights.
-  __device__ __forceinline__ uint32_t group_place(int i, int group) const {
-    return shared_ + (i * kWarps + group) * Tile::kDimCkv * 4 + threadIdx.x % 32 * 32;
-  }
-
-  // Stores the warp's group of row `i`.
-  __device__ __forceinline__ void store_group(int i, float sum, const Sums& sums) const {
-    const int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) control_.part_sums[i][warp] = sum;
+  template <int kPairs>
+  __device__ __forceinline__ static void add_part(uint32_t weight, const uint32_t (&pairs)[kPairs],
+                                                  float (&sums)[2 * kPairs]) {
 #pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-#pragma unroll
-      for (int e = 0; e < 8; e += 4) {
-        const float* x = &sums[k][e];
-        ptx::store_shared_16(group_place(i, warp) + k * 1024 + e * 4,
-                             uint4{__float_as_uint(x[0]), __float_as_uint(x[1]),
-                                   __float_as_uint(x[2]), __float_as_uint(x[3])});
-      }
+    for (int e = 0; e < 2 * kPairs; ++e) {
+      const float value = to_float(O{static_cast<uint16_t>(pairs[e / 2] >> e % 2 * 16)});
+      sums[e] = fmaf(value, __uint_as_float(weight), sums[e]);
     }
-  }
-
-  // Each warp adds up the groups of one row.
-  __device__ __forceinline__ void finish_groups(const MlaMerge& merge, const Rows& rows) const {
-    const int i = threadIdx.x / 32;
-    if (i >= rows.count) return;
-    const int row = rows.first + i * rows.step;
-    Sums sums = {}, others;
-    float sum = 0.f;
-#pragma unroll 1
-    for (int group = 0; group < kWarps; ++group) {
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-#pragma unroll
-        for (int e = 0; e < 8; e += 4) {
-          const uint4 x = ptx::load_shared_16(group_place(i, group) + k * 1024 + e * 4);
-          others[k][e] = __uint_as_float(x.x);
-          others[k][e + 1] = __uint_as_float(x.y);
-          others[k][e + 2] = __uint_as_float(x.z);
-          others[k][e + 3] = __uint_as_float(x.w);
-        }
-      }
-      sum += control_.part_sums[i][group];
-      add(sums, others);
-    }
-    write(merge, row, find_largest(merge, row), sum, sums);
   }
 
   const MlaParams& params_;
   MlaControl& control_;
   const uint32_t shared_;
+  const int warp_idx_, lane_idx_;
 };
 
 }  // namespace flashinfer

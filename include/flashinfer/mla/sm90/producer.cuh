@@ -5,6 +5,7 @@
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/events.cuh>
 #include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/sm90/share.cuh>
 #include <flashinfer/mla/sm90/tile.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
@@ -38,22 +39,29 @@ class MlaProducer {
   }
 
   __device__ __forceinline__ void run() {
-    const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
-    MlaWorkItem item = {};
-    if (begin < end) item = params_.items[begin];
+    const MlaShare share(params_);
+    const int begin = share.begin, end = share.end;
+    MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
     if (maps_.box_rows == 0) {
+      ptx::cluster_wait();
       for (int i = begin; i < end; ++i) {
         if (i != begin) item = params_.items[i];
         load_query<4>(item, warp_idx_, (i - begin) % 2);
         copy_blocks(item);
       }
     } else if (warp_idx_ == 0) {
+      Pages pages = find_pages(item);
+      ptx::cluster_wait();
       for (int i = begin; i < end; ++i) {
-        if (i != begin) item = params_.items[i];
-        load_boxes(item);
+        if (i != begin) {
+          item = params_.items[i];
+          pages = find_pages(item);
+        }
+        load_boxes(item, pages);
       }
     } else {
+      ptx::cluster_wait();
       for (int i = begin; i < end; ++i) {
         if (i != begin) item = params_.items[i];
         load_query<3>(item, warp_idx_ - 1, (i - begin) % 2);
@@ -121,10 +129,20 @@ class MlaProducer {
     return static_cast<uint32_t>(page) < params_.num_pages ? page : -1;
   }
 
-  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item) {
+  // Of the item's first 32 boxes, and of the next ones.
+  struct Pages {
+    int first, next;
+  };
+
+  __device__ __forceinline__ Pages find_pages(const MlaWorkItem& item) const {
+    const int box_rows = maps_.box_rows;
+    return {page_of(item, item.kv_begin + lane_idx_ * box_rows),
+            page_of(item, item.kv_begin + (32 + lane_idx_) * box_rows)};
+  }
+
+  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const Pages& found) {
     const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;  // of a block
-    int pages = page_of(item, item.kv_begin + lane_idx_ * box_rows), box = 0;
-    int next_pages = page_of(item, item.kv_begin + (32 + lane_idx_) * box_rows);
+    int pages = found.first, next_pages = found.next, box = 0;
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
       profile_.begin(MlaEvent::kLoad);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/scheduler/mla_work.h>
 #include <type_traits>
 
 namespace flashinfer {
@@ -66,6 +67,8 @@ struct MlaProfiledTile : Tile {
 // Who writes events in a CTA: each warpgroup has a group of its own.
 inline constexpr uint32_t kMlaProfileGroups = 3;
 
+inline constexpr int kMlaCopyWarp = 8;  // the first of the warpgroup that loads
+
 // Parts of a block: the columns of the first and the second warpgroup, kpe.
 enum MlaPart { kLeft, kRight, kRope, kNumParts };
 inline constexpr int kMlaMaxChunks = 9;
@@ -79,7 +82,7 @@ struct MlaControl {
   float row_scale[64];                 // of logits, where queries were widened
   uint32_t share_index, share_count;   // of the rows to merge
   int complete_merge;                  // that an earlier item completed, or -1
-  float part_sums[8][8];               // of rows and groups of parts
+  MlaMerge last_merge;                 // of the part that the CTA's last item is
 };
 
 template <typename Tile>

@@ -57,6 +57,7 @@ class MlaWidener {
 
   __device__ __forceinline__ void run() {
     ptx::grid_dependency_wait();
+    ptx::cluster_wait();
     const int begin = params_.cta_begin[blockIdx.x], end = params_.cta_begin[blockIdx.x + 1];
     for (int i = begin; i < end; ++i) {
       load_query(params_.items[i], (i - begin) % 2);

@@ -9,6 +9,7 @@ namespace flashinfer::ptx {
 inline uint32_t cluster_rank() { return emulation::block.thread() / blockDim.x; }
 inline uint32_t cluster_size() { return emulation::cluster_ctas; }
 inline void cluster_arrive() {}
+inline void cluster_arrive_relaxed() {}
 inline void cluster_wait() { emulation::block.wait(emulation::State::at_block_barrier); }
 inline uint32_t cluster_address(const void* pointer, uint32_t) { return shared_address(pointer); }
 inline uint64_t cluster_load_u64(uint32_t address) {

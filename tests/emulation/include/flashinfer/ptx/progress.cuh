@@ -16,6 +16,10 @@ inline uint32_t count_and_see(uint32_t* counter, uint32_t amount) {
   *counter += amount;
   return before;
 }
+inline void release() {}
+inline uint32_t count_events(uint32_t* counter, uint32_t amount) {
+  return count_and_see(counter, amount);
+}
 inline uint32_t see_count(const uint32_t* counter) { return *counter; }
 inline void count_event(uint32_t* counter) { ++*counter; }
 inline uint32_t see_events(const uint32_t* counter) { return *counter; }
