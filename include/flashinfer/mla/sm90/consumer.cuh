@@ -271,8 +271,6 @@ class MlaConsumer {
     const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
     const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
     wait_for_chunk(chunk, phase_);
-    // The other CTA of a cluster may have widened rows, whose stores only this side can order.
-    if (Tile::kWidens) ptx::async_proxy_fence();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {

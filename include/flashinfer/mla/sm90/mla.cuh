@@ -77,10 +77,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else {
       last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run();
     }
+    // Merges use the place of rows that the copy engine may still bring to the other CTA.
+    if constexpr (kSharers != 1 && Tile::kWidens) synchronize_cluster<kSharers>();
     MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
   }
   // The other CTA of the cluster may still arrive at barriers of this one.
-  if (kSharers != 1) synchronize_cluster<kSharers>();
+  if (kSharers != 1 && (!Tile::kWidens || warpgroup_idx == 2)) synchronize_cluster<kSharers>();
 #endif
 }
 

@@ -5,8 +5,9 @@
 // for the next half are asked for when all of the half at hand is stored, and not earlier: a thread
 // waits for loads by few counters, so that one that is waited for would wait for younger ones.
 //
-// The two CTAs of a cluster have the same KV rows. Each widens half of them and stores them in both
-// shared memories. A warp then has 8 rows, and loads all of their columns at a time.
+// The two CTAs of a cluster have the same KV rows. Each widens half of them. A warp then has 8 rows,
+// loads all of their columns at a time, and widens a half before its place is free. Its 8 rows of a
+// chunk are a stretch of 1 KiB, which the copy engine brings to the other CTA.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -259,18 +260,18 @@ class MlaWidener {
   // banks.
   __device__ __forceinline__ bool swaps() const { return lane_idx_ / 4 % 2 != 0; }
 
-  // Stores in a chunk whose barrier is at `full`.
-  __device__ __forceinline__ void store_16(uint32_t target, uint32_t full, const uint4& bytes,
-                                           float scale) const {
+  // Sixteen values, as two units in the order of their stores.
+  struct Wide {
+    uint4 first, second;
+  };
+  __device__ __forceinline__ Wide widen_16(const uint4& bytes, float scale) const {
     const uint2 first = swaps() ? uint2{bytes.z, bytes.w} : uint2{bytes.x, bytes.y};
     const uint2 second = swaps() ? uint2{bytes.x, bytes.y} : uint2{bytes.z, bytes.w};
-    store(target, full, widen(first, scale));
-    store(target ^ 16, full, widen(second, scale));
+    return {widen(first, scale), widen(second, scale)};
   }
-  // The other CTA's barrier counts the bytes that come from this one.
-  __device__ __forceinline__ void store(uint32_t target, uint32_t full, const uint4& value) const {
-    ptx::store_shared_16(target, value);
-    if (kSharers == 2) ptx::store_remote_16(target + to_other_, full + to_other_, value);
+  __device__ __forceinline__ static void store_32(uint32_t target, const Wide& wide) {
+    ptx::store_shared_16(target, wide.first);
+    ptx::store_shared_16(target ^ 16, wide.second);
   }
   __device__ __forceinline__ static uint4 widen(const uint2& bytes, float scale) {
     uint32_t pairs[4];
@@ -290,25 +291,51 @@ class MlaWidener {
     return address(control_.kv_full[block][chunk]);
   }
 
+  __device__ __forceinline__ Wide widen_load(const uint4& loaded, const Scales& scales, int half,
+                                             int i) const {
+    float scale = 1.f;
+    if constexpr (Tile::kScaled) {
+      const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
+      const int group = lane_idx_ / 8 % 2 + (kSharers == 2 ? 2 * half : 0);
+      const float own =
+          kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
+      scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
+    }
+    return widen_16(loaded, scale);
+  }
+
+  __device__ __forceinline__ void widen_half(Wide (&wide)[kLoads], const uint4 (&loaded)[kLoads],
+                                             const Scales& scales, int half) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) wide[i] = widen_load(loaded[i], scales, half, i);
+  }
+
+  // Lane's place in a half.
+  __device__ __forceinline__ uint32_t half_place(int block, int half) const {
+    const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
+    return first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
+  }
+  __device__ __forceinline__ void wait_until_empty(int block, int half, uint32_t parity) const {
+    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
+  }
+
   // Stores a half of a block as soon as its place is free.
+  __device__ __forceinline__ void store_half(const Wide (&wide)[kLoads], int block, int half,
+                                             uint32_t parity) const {
+    const uint32_t target = half_place(block, half);
+    wait_until_empty(block, half, parity);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) store_32(place<kRowLanes>(target, i), wide[i]);
+    announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
+  }
+  // The same of a half that is not widened yet.
   __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], const Scales& scales,
                                              int block, int half, uint32_t parity) const {
-    const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
-    const uint32_t target =
-        first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
-    const uint32_t full = full_barrier(block, unit / 4);
-    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
+    const uint32_t target = half_place(block, half);
+    wait_until_empty(block, half, parity);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      float scale = 1.f;
-      if constexpr (Tile::kScaled) {
-        const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
-        const int group = lane_idx_ / 8 % 2 + (kSharers == 2 ? 2 * half : 0);
-        const float own =
-            kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
-        scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
-      }
-      store_16(place<kRowLanes>(target, i), full, loaded[i], scale);
+      store_32(place<kRowLanes>(target, i), widen_load(loaded[i], scales, half, i));
     }
     announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
@@ -316,7 +343,6 @@ class MlaWidener {
                                              int block) const {
     constexpr int kLanes = kRopeLanes == 0 ? 1 : kRopeLanes;
     const int unit = lane_idx_ % kLanes;
-    const uint32_t full = full_barrier(block, Tile::kChunksCkv);
     const uint32_t first =
         first_place<kLanes>(block_address(block) + Tile::kChunksCkv * Tile::kChunkBytes,
                             sizeof(Kpe) == 1 ? 2 * unit + (swaps() ? 1 : 0) : unit);
@@ -324,14 +350,14 @@ class MlaWidener {
     for (int i = 0; i < kRopeLoads; ++i) {
       const uint32_t target = place<kLanes>(first, i);
       if constexpr (std::is_same_v<Kpe, T>) {
-        store(target, full, loaded[i]);
+        ptx::store_shared_16(target, loaded[i]);
       } else if constexpr (sizeof(Kpe) == 1) {
-        store_16(target, full, loaded[i], 1.f);
+        store_32(target, widen_16(loaded[i], 1.f));
       } else {
         float values[8];
         const uint32_t pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
         unpack<Kpe>(pairs, values);
-        store(target, full, pack_8(values, 1.f));
+        ptx::store_shared_16(target, pack_8(values, 1.f));
       }
     }
     if (kRopeLoads != 0) announce(block, Tile::kChunksCkv, 1);
@@ -362,15 +388,26 @@ class MlaWidener {
       // The second block's halves are multiplied the other way round, so that this block's second
       // half is followed by the next block's.
       const int first = block == 0 ? kLeft : kRight, second = 1 - first;
-      store_half(loaded[0], scales, block, first, parity);
       const Places later = cache_rows.find(item, page, token + 2 * Tile::kBlock);
-      if constexpr (kHalves == 1) load_half(loaded[0], own, second);
-      store_half(loaded[kHalves - 1], scales, block, second, parity);
-      store_rope(rope, block);
+      if constexpr (kHalves == 1) {
+        store_half(loaded[0], scales, block, first, parity);
+        load_half(loaded[0], own, second);
+        store_half(loaded[0], scales, block, second, parity);
+        store_rope(rope, block);
+        __syncwarp();  // no load goes before the stores
+        load_half(loaded[0], next, second);
+      } else {
+        Wide wide[kLoads];
+        widen_half(wide, loaded[0], scales, first);
+        store_half(wide, block, first, parity);
+        widen_half(wide, loaded[1], scales, second);
+        load_half(loaded[0], next, second);
+        store_half(wide, block, second, parity);
+        store_rope(rope, block);
+        __syncwarp();
+        load_half(loaded[1], next, first);
+      }
       scales = next_scales;
-      __syncwarp();  // no load goes before the stores
-      load_half(loaded[0], next, second);
-      if constexpr (kHalves == 2) load_half(loaded[1], next, first);
       load_rope(rope, next);
       own = next;
       next = later;
@@ -380,16 +417,21 @@ class MlaWidener {
     }
   }
 
-  // The rows are there: the warp's, and as many that the other CTA's warp stores.
+  // The warp's rows are there. The other CTA gets them, too, and brings as many.
   __device__ __forceinline__ void announce(int block, int first_chunk, int num_chunks) const {
     ptx::async_proxy_fence();
     __syncwarp();
     if (lane_idx_ >= num_chunks) return;
-    const uint32_t full = full_barrier(block, first_chunk + lane_idx_);
+    const int chunk = first_chunk + lane_idx_;
+    const uint32_t full = full_barrier(block, chunk);
     if constexpr (kSharers == 1) {
       ptx::mbarrier_arrive(full);
     } else {
-      ptx::mbarrier_arrive_expect(full, kWarpRows * 128);
+      constexpr int kBytes = kWarpRows * 128;  // one atom of the swizzle
+      const uint32_t rows =
+          block_address(block) + chunk * Tile::kChunkBytes + CacheRows::first_row() * 128;
+      ptx::bulk_copy_remote(rows + to_other_, rows, kBytes, full + to_other_);
+      ptx::mbarrier_arrive_expect(full, kBytes);
     }
   }
 
