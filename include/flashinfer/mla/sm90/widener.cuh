@@ -5,9 +5,9 @@
 // for the next half are asked for when all of the half at hand is stored, and not earlier: a thread
 // waits for loads by few counters, so that one that is waited for would wait for younger ones.
 //
-// The two CTAs of a cluster have the same KV rows. Each widens half of them. A warp then has 8 rows,
-// loads all of their columns at a time, and widens a half before its place is free. Its 8 rows of a
-// chunk are a stretch of 1 KiB, which the copy engine brings to the other CTA.
+// The two CTAs of a cluster have the same KV rows. Each widens half of them. A warp then has 8
+// rows, loads all of their columns at a time, and widens a half before its place is free. Its 8
+// rows of a chunk are a stretch of 1 KiB, which the copy engine brings to the other CTA.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -326,7 +326,6 @@ class MlaWidener {
     wait_until_empty(block, half, parity);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) store_32(place<kRowLanes>(target, i), wide[i]);
-    announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
   // The same of a half that is not widened yet.
   __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], const Scales& scales,
@@ -337,7 +336,6 @@ class MlaWidener {
     for (int i = 0; i < kLoads; ++i) {
       store_32(place<kRowLanes>(target, i), widen_load(loaded[i], scales, half, i));
     }
-    announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
   __device__ __forceinline__ void store_rope(const uint4 (&loaded)[kRopeLoads + 1],
                                              int block) const {
@@ -360,7 +358,6 @@ class MlaWidener {
         ptx::store_shared_16(target, pack_8(values, 1.f));
       }
     }
-    if (kRopeLoads != 0) announce(block, Tile::kChunksCkv, 1);
   }
 
   __device__ __forceinline__ void widen_blocks(const MlaWorkItem item) {
@@ -391,20 +388,22 @@ class MlaWidener {
       const Places later = cache_rows.find(item, page, token + 2 * Tile::kBlock);
       if constexpr (kHalves == 1) {
         store_half(loaded[0], scales, block, first, parity);
+        announce<false>(block, first);
         load_half(loaded[0], own, second);
         store_half(loaded[0], scales, block, second, parity);
         store_rope(rope, block);
-        __syncwarp();  // no load goes before the stores
+        announce<kRopeLoads != 0>(block, second);  // no load goes before the stores
         load_half(loaded[0], next, second);
       } else {
         Wide wide[kLoads];
         widen_half(wide, loaded[0], scales, first);
         store_half(wide, block, first, parity);
+        announce<false>(block, first);
         widen_half(wide, loaded[1], scales, second);
         load_half(loaded[0], next, second);
         store_half(wide, block, second, parity);
         store_rope(rope, block);
-        __syncwarp();
+        announce<kRopeLoads != 0>(block, second);
         load_half(loaded[1], next, first);
       }
       scales = next_scales;
@@ -417,12 +416,15 @@ class MlaWidener {
     }
   }
 
-  // The warp's rows are there. The other CTA gets them, too, and brings as many.
-  __device__ __forceinline__ void announce(int block, int first_chunk, int num_chunks) const {
+  // The warp's rows of a half are there, and with `kWithRope` those of kpe. The other CTA gets
+  // them, too, and brings as many.
+  template <bool kWithRope>
+  __device__ __forceinline__ void announce(int block, int half) const {
     ptx::async_proxy_fence();
     __syncwarp();
-    if (lane_idx_ >= num_chunks) return;
-    const int chunk = first_chunk + lane_idx_;
+    if (lane_idx_ >= Tile::kChunksHalf + (kWithRope ? 1 : 0)) return;
+    const int chunk =
+        lane_idx_ < Tile::kChunksHalf ? half * Tile::kChunksHalf + lane_idx_ : Tile::kChunksCkv;
     const uint32_t full = full_barrier(block, chunk);
     if constexpr (kSharers == 1) {
       ptx::mbarrier_arrive(full);
