@@ -6,8 +6,8 @@
 // waits for loads by few counters, so that one that is waited for would wait for younger ones.
 //
 // The two CTAs of a cluster have the same KV rows. Each widens half of them. A warp then has 8
-// rows, loads all of their columns at a time, and widens a half before its place is free. Its 8
-// rows of a chunk are a stretch of 1 KiB, which the copy engine brings to the other CTA.
+// rows, and loads all of their columns at a time. Its 8 rows of a chunk are a stretch of 1 KiB,
+// which the copy engine brings to the other CTA.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -260,18 +260,11 @@ class MlaWidener {
   // banks.
   __device__ __forceinline__ bool swaps() const { return lane_idx_ / 4 % 2 != 0; }
 
-  // Sixteen values, as two units in the order of their stores.
-  struct Wide {
-    uint4 first, second;
-  };
-  __device__ __forceinline__ Wide widen_16(const uint4& bytes, float scale) const {
+  __device__ __forceinline__ void store_16(uint32_t target, const uint4& bytes, float scale) const {
     const uint2 first = swaps() ? uint2{bytes.z, bytes.w} : uint2{bytes.x, bytes.y};
     const uint2 second = swaps() ? uint2{bytes.x, bytes.y} : uint2{bytes.z, bytes.w};
-    return {widen(first, scale), widen(second, scale)};
-  }
-  __device__ __forceinline__ static void store_32(uint32_t target, const Wide& wide) {
-    ptx::store_shared_16(target, wide.first);
-    ptx::store_shared_16(target ^ 16, wide.second);
+    ptx::store_shared_16(target, widen(first, scale));
+    ptx::store_shared_16(target ^ 16, widen(second, scale));
   }
   __device__ __forceinline__ static uint4 widen(const uint2& bytes, float scale) {
     uint32_t pairs[4];
@@ -291,51 +284,26 @@ class MlaWidener {
     return address(control_.kv_full[block][chunk]);
   }
 
-  __device__ __forceinline__ Wide widen_load(const uint4& loaded, const Scales& scales, int half,
-                                             int i) const {
-    float scale = 1.f;
-    if constexpr (Tile::kScaled) {
-      const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
-      const int group = lane_idx_ / 8 % 2 + (kSharers == 2 ? 2 * half : 0);
-      const float own =
-          kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
-      scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
-    }
-    return widen_16(loaded, scale);
-  }
-
-  __device__ __forceinline__ void widen_half(Wide (&wide)[kLoads], const uint4 (&loaded)[kLoads],
-                                             const Scales& scales, int half) const {
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) wide[i] = widen_load(loaded[i], scales, half, i);
-  }
-
-  // Lane's place in a half.
-  __device__ __forceinline__ uint32_t half_place(int block, int half) const {
-    const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
-    return first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
-  }
-  __device__ __forceinline__ void wait_until_empty(int block, int half, uint32_t parity) const {
-    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
-  }
-
   // Stores a half of a block as soon as its place is free.
-  __device__ __forceinline__ void store_half(const Wide (&wide)[kLoads], int block, int half,
-                                             uint32_t parity) const {
-    const uint32_t target = half_place(block, half);
-    wait_until_empty(block, half, parity);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) store_32(place<kRowLanes>(target, i), wide[i]);
-  }
-  // The same of a half that is not widened yet.
   __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], const Scales& scales,
                                              int block, int half, uint32_t parity) const {
-    const uint32_t target = half_place(block, half);
-    wait_until_empty(block, half, parity);
+    const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
+    const uint32_t target =
+        first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
+    ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      store_32(place<kRowLanes>(target, i), widen_load(loaded[i], scales, half, i));
+      float scale = 1.f;
+      if constexpr (Tile::kScaled) {
+        const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
+        const int group = lane_idx_ / 8 % 2 + (kSharers == 2 ? 2 * half : 0);
+        const float own =
+            kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
+        scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
+      }
+      store_16(place<kRowLanes>(target, i), loaded[i], scale);
     }
+    announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
   __device__ __forceinline__ void store_rope(const uint4 (&loaded)[kRopeLoads + 1],
                                              int block) const {
@@ -350,7 +318,7 @@ class MlaWidener {
       if constexpr (std::is_same_v<Kpe, T>) {
         ptx::store_shared_16(target, loaded[i]);
       } else if constexpr (sizeof(Kpe) == 1) {
-        store_32(target, widen_16(loaded[i], 1.f));
+        store_16(target, loaded[i], 1.f);
       } else {
         float values[8];
         const uint32_t pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
@@ -358,6 +326,7 @@ class MlaWidener {
         ptx::store_shared_16(target, pack_8(values, 1.f));
       }
     }
+    if (kRopeLoads != 0) announce(block, Tile::kChunksCkv, 1);
   }
 
   __device__ __forceinline__ void widen_blocks(const MlaWorkItem item) {
@@ -385,28 +354,15 @@ class MlaWidener {
       // The second block's halves are multiplied the other way round, so that this block's second
       // half is followed by the next block's.
       const int first = block == 0 ? kLeft : kRight, second = 1 - first;
+      store_half(loaded[0], scales, block, first, parity);
       const Places later = cache_rows.find(item, page, token + 2 * Tile::kBlock);
-      if constexpr (kHalves == 1) {
-        store_half(loaded[0], scales, block, first, parity);
-        announce<false>(block, first);
-        load_half(loaded[0], own, second);
-        store_half(loaded[0], scales, block, second, parity);
-        store_rope(rope, block);
-        announce<kRopeLoads != 0>(block, second);  // no load goes before the stores
-        load_half(loaded[0], next, second);
-      } else {
-        Wide wide[kLoads];
-        widen_half(wide, loaded[0], scales, first);
-        store_half(wide, block, first, parity);
-        announce<false>(block, first);
-        widen_half(wide, loaded[1], scales, second);
-        load_half(loaded[0], next, second);
-        store_half(wide, block, second, parity);
-        store_rope(rope, block);
-        announce<kRopeLoads != 0>(block, second);
-        load_half(loaded[1], next, first);
-      }
+      if constexpr (kHalves == 1) load_half(loaded[0], own, second);
+      store_half(loaded[kHalves - 1], scales, block, second, parity);
+      store_rope(rope, block);
       scales = next_scales;
+      __syncwarp();  // no load goes before the stores
+      load_half(loaded[0], next, second);
+      if constexpr (kHalves == 2) load_half(loaded[1], next, first);
       load_rope(rope, next);
       own = next;
       next = later;
@@ -416,15 +372,12 @@ class MlaWidener {
     }
   }
 
-  // The warp's rows of a half are there, and with `kWithRope` those of kpe. The other CTA gets
-  // them, too, and brings as many.
-  template <bool kWithRope>
-  __device__ __forceinline__ void announce(int block, int half) const {
+  // The warp's rows are there. The other CTA gets them, too, and brings as many.
+  __device__ __forceinline__ void announce(int block, int first_chunk, int num_chunks) const {
     ptx::async_proxy_fence();
     __syncwarp();
-    if (lane_idx_ >= Tile::kChunksHalf + (kWithRope ? 1 : 0)) return;
-    const int chunk =
-        lane_idx_ < Tile::kChunksHalf ? half * Tile::kChunksHalf + lane_idx_ : Tile::kChunksCkv;
+    if (lane_idx_ >= num_chunks) return;
+    const int chunk = first_chunk + lane_idx_;
     const uint32_t full = full_barrier(block, chunk);
     if constexpr (kSharers == 1) {
       ptx::mbarrier_arrive(full);
