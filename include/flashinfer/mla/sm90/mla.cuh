@@ -61,16 +61,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
+  // Scales of a warp's rows need registers, unless the other CTA widens half of them.
+  constexpr int kMore = Tile::kScaled && kSharers == 1 ? 8 : 0;
   const int warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup_idx == 2) {
-    ptx::decrease_registers<Tile::kProducerRegisters>();
+    ptx::decrease_registers<Tile::kProducerRegisters + 2 * kMore>();
     if constexpr (Tile::kWidens) {
       MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
   } else {
-    ptx::increase_registers<Tile::kConsumerRegisters>();
+    ptx::increase_registers<Tile::kConsumerRegisters - kMore>();
     int last_merge;
     if (warpgroup_idx == 0) {
       last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run();
