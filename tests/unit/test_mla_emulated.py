@@ -172,9 +172,10 @@ def test_faults_of_the_wide_kernel_are_found(
     ("statement", "other"),
     one_by_default(
         [
-            ("ptx::mbarrier_arrive_expect(full, kWarpRows * 128);", "ptx::mbarrier_arrive(full);"),
+            ("ptx::mbarrier_arrive_expect(full, kBytes);", "ptx::mbarrier_arrive(full);"),
             ("ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);", ""),
             ("load_half(loaded[1], next, first);", "load_half(loaded[1], next, second);"),
+            ("bulk_copy_remote(rows + to_other_", "bulk_copy_remote(rows"),
         ]
     ),
 )

@@ -68,13 +68,14 @@ __device__ __forceinline__ void store_remote(uint32_t shared, uint32_t barrier, 
       : "memory");
 }
 
-// The same of a value whose address and barrier are those of the other CTA already.
-__device__ __forceinline__ void store_remote_16(uint32_t remote, uint32_t remote_barrier,
-                                                const uint4& value) {
+// Copies `bytes` of this CTA's shared memory, which the copy engine sees, to that of another CTA.
+// They count towards the phase of a barrier there; both addresses there are the cluster's.
+__device__ __forceinline__ void bulk_copy_remote(uint32_t remote, uint32_t shared, uint32_t bytes,
+                                                 uint32_t remote_barrier) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
-      "[%1];" ::"r"(remote),
-      "r"(remote_barrier), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(remote),
+      "r"(shared), "r"(bytes), "r"(remote_barrier)
       : "memory");
 }
 

@@ -57,25 +57,33 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
+  // Scales of a warp's rows need registers, unless the other CTA widens half of them.
+  constexpr int kMore = Tile::kScaled && kSharers == 1 ? 8 : 0;
   if (warp_idx / 4 == 2) {
-    ptx::decrease_registers<Tile::kProducerRegisters>();
+    ptx::decrease_registers<Tile::kProducerRegisters + 2 * kMore>();
     if constexpr (Tile::kWidens) {
       MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
   } else {
-    ptx::increase_registers<Tile::kConsumerRegisters>();
+    ptx::increase_registers<Tile::kConsumerRegisters - kMore>();
     int last_merge;
     if (warp_idx / 4 == 0) {
       last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run();
     } else {
       last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run();
     }
+    // Merges use the place of rows that the copy engine may still bring to the other CTA.
+    if constexpr (kSharers != 1 && Tile::kWidens) {
+      __syncwarp();
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
     MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
   }
   // The other CTA of the cluster may still arrive at barriers of this one.
-  if (kSharers != 1) {
+  if (kSharers != 1 && (!Tile::kWidens || warp_idx / 4 == 2)) {
     __syncwarp();
     ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();

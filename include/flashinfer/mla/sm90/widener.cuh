@@ -5,8 +5,9 @@
 // for the next half are asked for when all of the half at hand is stored, and not earlier: a thread
 // waits for loads by few counters, so that one that is waited for would wait for younger ones.
 //
-// The two CTAs of a cluster have the same KV rows. Each widens half of them and stores them in both
-// shared memories. A warp then has 8 rows, and loads all of their columns at a time.
+// The two CTAs of a cluster have the same KV rows. Each widens half of them. A warp then has 8
+// rows, and loads all of their columns at a time. Its 8 rows of a chunk are a stretch of 1 KiB,
+// which the copy engine brings to the other CTA.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -260,18 +261,11 @@ class MlaWidener {
   // banks.
   __device__ __forceinline__ bool swaps() const { return lane_idx_ / 4 % 2 != 0; }
 
-  // Stores in a chunk whose barrier is at `full`.
-  __device__ __forceinline__ void store_16(uint32_t target, uint32_t full, const uint4& bytes,
-                                           float scale) const {
+  __device__ __forceinline__ void store_16(uint32_t target, const uint4& bytes, float scale) const {
     const uint2 first = swaps() ? uint2{bytes.z, bytes.w} : uint2{bytes.x, bytes.y};
     const uint2 second = swaps() ? uint2{bytes.x, bytes.y} : uint2{bytes.z, bytes.w};
-    store(target, full, widen(first, scale));
-    store(target ^ 16, full, widen(second, scale));
-  }
-  // The other CTA's barrier counts the bytes that come from this one.
-  __device__ __forceinline__ void store(uint32_t target, uint32_t full, const uint4& value) const {
-    ptx::store_shared_16(target, value);
-    if (kSharers == 2) ptx::store_remote_16(target + to_other_, full + to_other_, value);
+    ptx::store_shared_16(target, widen(first, scale));
+    ptx::store_shared_16(target ^ 16, widen(second, scale));
   }
   __device__ __forceinline__ static uint4 widen(const uint2& bytes, float scale) {
     uint32_t pairs[4];
@@ -297,7 +291,6 @@ class MlaWidener {
     const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
     const uint32_t target =
         first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
-    const uint32_t full = full_barrier(block, unit / 4);
     ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -309,7 +302,7 @@ class MlaWidener {
             kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
         scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
       }
-      store_16(place<kRowLanes>(target, i), full, loaded[i], scale);
+      store_16(place<kRowLanes>(target, i), loaded[i], scale);
     }
     announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
@@ -317,7 +310,6 @@ class MlaWidener {
                                              int block) const {
     constexpr int kLanes = kRopeLanes == 0 ? 1 : kRopeLanes;
     const int unit = lane_idx_ % kLanes;
-    const uint32_t full = full_barrier(block, Tile::kChunksCkv);
     const uint32_t first =
         first_place<kLanes>(block_address(block) + Tile::kChunksCkv * Tile::kChunkBytes,
                             sizeof(Kpe) == 1 ? 2 * unit + (swaps() ? 1 : 0) : unit);
@@ -325,14 +317,14 @@ class MlaWidener {
     for (int i = 0; i < kRopeLoads; ++i) {
       const uint32_t target = place<kLanes>(first, i);
       if constexpr (std::is_same_v<Kpe, T>) {
-        store(target, full, loaded[i]);
+        ptx::store_shared_16(target, loaded[i]);
       } else if constexpr (sizeof(Kpe) == 1) {
-        store_16(target, full, loaded[i], 1.f);
+        store_16(target, loaded[i], 1.f);
       } else {
         float values[8];
         const uint32_t pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
         unpack<Kpe>(pairs, values);
-        store(target, full, pack_8(values, 1.f));
+        ptx::store_shared_16(target, pack_8(values, 1.f));
       }
     }
     if (kRopeLoads != 0) announce(block, Tile::kChunksCkv, 1);
@@ -381,16 +373,21 @@ class MlaWidener {
     }
   }
 
-  // The rows are there: the warp's, and as many that the other CTA's warp stores.
+  // The warp's rows are there. The other CTA gets them, too, and brings as many.
   __device__ __forceinline__ void announce(int block, int first_chunk, int num_chunks) const {
     ptx::async_proxy_fence();
     __syncwarp();
     if (lane_idx_ >= num_chunks) return;
-    const uint32_t full = full_barrier(block, first_chunk + lane_idx_);
+    const int chunk = first_chunk + lane_idx_;
+    const uint32_t full = full_barrier(block, chunk);
     if constexpr (kSharers == 1) {
       ptx::mbarrier_arrive(full);
     } else {
-      ptx::mbarrier_arrive_expect(full, kWarpRows * 128);
+      constexpr int kBytes = kWarpRows * 128;  // one atom of the swizzle
+      const uint32_t rows =
+          block_address(block) + chunk * Tile::kChunkBytes + CacheRows::first_row() * 128;
+      ptx::bulk_copy_remote(rows + to_other_, rows, kBytes, full + to_other_);
+      ptx::mbarrier_arrive_expect(full, kBytes);
     }
   }
 
