@@ -35,6 +35,11 @@ FLASHINFER_FFI_EXPORT(one_row, args) {
   const int64_t splits = args.integer_in("splits", 1, 8);
   const bool enable_pdl = args.flag("pdl");
   const bool weight_ready = args.flag("weight_ready");
+#if FLASHINFER_CFG_NORM
+  const ffi::Tensor residual = args.tensor("residual"), norm_weight = args.tensor("norm_weight");
+  const ffi::Tensor residual_out = args.tensor("residual_out"), normed = args.tensor("normed");
+  const float eps = static_cast<float>(args.number("eps"));
+#endif
   args.all_taken();
 
   for (const ffi::Tensor& tensor : {a, b, out}) check_rows(tensor);
@@ -69,6 +74,18 @@ FLASHINFER_FFI_EXPORT(one_row, args) {
   params.n = static_cast<uint32_t>(n);
   params.k = static_cast<uint32_t>(k);
   params.weight_ready = weight_ready;
+#if FLASHINFER_CFG_NORM
+  for (const ffi::Tensor& tensor : {residual, residual_out, normed}) {
+    check_rows(tensor);
+    ffi::check_shape(tensor, {1, k});
+    ffi::check_same_device(tensor, a);
+  }
+  params.residual = residual.data();
+  params.norm_weight = norm_weight.data();
+  params.residual_out = residual_out.data();
+  params.normed = normed.data();
+  params.eps = eps;
+#endif
   const ffi::DeviceGuard guard(a);
   ffi::check_launch(
       one_row(params, static_cast<uint32_t>(splits), enable_pdl, ffi::current_stream(a)));

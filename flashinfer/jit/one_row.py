@@ -25,6 +25,7 @@ class OneRowConfig(ModuleConfig):
 
     dtype: torch.dtype
     columns: int
+    norm: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("a", self.dtype, (torch.float16, torch.bfloat16))

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/collective/block_reduce.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
@@ -19,9 +20,11 @@
 
 namespace flashinfer {
 
-template <typename T_, int kColumns_>
+template <typename T_, int kColumns_, bool kNorm_ = false>
 struct OneRowTraits {
   using T = T_;
+  static constexpr bool kNorm = kNorm_;
+  static constexpr int kNormLoads = 2;  // vectors of a thread
   static constexpr int kColumns = kColumns_;  // 64 or 128
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
@@ -38,6 +41,62 @@ template <typename Traits>
 inline constexpr uint32_t one_row_shared_bytes(uint32_t filled) {
   return filled * sizeof(typename Traits::T) +
          (Traits::kWarps + 1) * Traits::kColumns * sizeof(float);
+}
+
+// The norm of the sum with a residual, which every CTA computes; the first one writes both.
+template <typename Traits>
+__device__ __forceinline__ void one_row_norm(const OneRowParams& params, float* scratch,
+                                             typename Traits::T* part, uint32_t begin,
+                                             uint32_t there) {
+  using T = typename Traits::T;
+  constexpr int kWide = Traits::kWide, kLoads = Traits::kNormLoads;
+  constexpr uint32_t kStride = kWide * Traits::kThreads;
+  const uint32_t first = kWide * threadIdx.x;
+  Vector<T, kWide> x[kLoads], residual[kLoads], weight[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t at = first + i * kStride;
+    x[i].clear();
+    residual[i].clear();
+    if (at >= params.k) continue;
+    x[i].load(static_cast<const T*>(params.a) + at);
+    residual[i].load(static_cast<const T*>(params.residual) + at);
+    weight[i].load(static_cast<const T*>(params.norm_weight) + at);
+  }
+  for (uint32_t at = there + first; at < params.filled; at += kStride) {
+    Vector<T, kWide> zero;
+    zero.clear();
+    zero.store(part + at);
+  }
+  float h[kLoads][kWide];
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      h[i][e] = x[i][e] + residual[i][e];
+      squares = fmaf(h[i][e], h[i][e], squares);
+    }
+  }
+  squares = block_reduce_sum(squares, scratch, Traits::kWarps);
+  const float scale = rsqrtf(squares / static_cast<float>(params.k) + params.eps);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t at = first + i * kStride;
+    if (at >= params.k) continue;
+    float y[kWide];
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) y[e] = h[i][e] * scale * weight[i][e];
+    Vector<T, kWide> normed;
+    normed.from_floats(y);
+    if (at >= begin && at < begin + there) normed.store(part + at - begin);
+    if (blockIdx.x == 0) {
+      Vector<T, kWide> sum;
+      sum.from_floats(h[i]);
+      sum.store(static_cast<T*>(params.residual_out) + at);
+      normed.store(static_cast<T*>(params.normed) + at);
+    }
+  }
 }
 
 template <typename Traits>
@@ -71,12 +130,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   if (params.weight_ready) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
 
+  if constexpr (Traits::kNorm) {
+    one_row_norm<Traits>(params, warp_sums, part, begin, there);
+  } else {
   // What is beyond the part is zero.
   for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
     Vector<T, kWide> x;
     x.clear();
     if (at < there) x.load(static_cast<const T*>(params.a) + begin + at);
     x.store(part + at);
+  }
   }
   __syncthreads();
 
