@@ -30,6 +30,9 @@ void run(ffi::Args& args) {
   const ffi::Tensor weights = args.tensor("token_final_scales");
   const int64_t first_expert = args.integer_in("first_expert", 0, INT32_MAX);
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
+#if FLASHINFER_CFG_EXPERTS_PER_LANE
+  const ffi::Tensor logits = args.tensor("logits");
+#endif
   args.all_taken();
 
   ffi::check_ndim(fc2, 3, 3);
@@ -78,6 +81,15 @@ void run(ffi::Args& args) {
   params.top_k = static_cast<uint32_t>(top_k);
   params.size = static_cast<uint32_t>(size);
   params.inner = static_cast<uint32_t>(inner);
+#if FLASHINFER_CFG_EXPERTS_PER_LANE
+  params.route.logits = logits.data();
+  params.route.num_tokens = 1;
+  params.route.num_experts = static_cast<uint32_t>(logits.dim(1));
+  params.route.top_k = params.top_k;
+  params.route.num_groups = params.route.top_groups = 1;
+  params.route.renormalize = true;
+  params.route.scale = 1.f;
+#endif
   const ffi::DeviceGuard guard(x);
   ffi::check_launch(moe_token(params, ffi::device_info(x).num_sms,
                               ffi::resolve_pdl(enable_pdl, x), ffi::current_stream(x)));

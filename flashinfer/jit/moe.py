@@ -93,6 +93,9 @@ class MoeTokenConfig(ModuleConfig):
 
     dtype: torch.dtype
     index: str
+    logits: torch.dtype = torch.float32
+    score: str = "softmax"
+    experts_per_lane: int = 0
 
     def __post_init__(self) -> None:
         check_dtype("input", self.dtype, _ROWS)

@@ -18,17 +18,22 @@
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/moe/moe_params.h>
+#include <flashinfer/moe/route.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
 namespace flashinfer {
 
-template <typename T_, typename Index_, int kCtas_>
+// `Logits`, `kScore` and `kPerLane` as for MoeRouter; kPerLane 0: experts and weights are given.
+template <typename T_, typename Index_, typename Logits_, MoeScore kScore_, int kPerLane_>
 struct MoeTokenTraits {
   using T = T_;
   using Index = Index_;
+  using Logits = Logits_;
+  static constexpr MoeScore kScore = kScore_;
+  static constexpr int kPerLane = kPerLane_;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kCtas = kCtas_;  // of an SM
+  static constexpr int kCtas = 4;  // of an SM
   static constexpr int kWide = 8;       // elements of a lane
   static constexpr int kStep = 32 * kWide;
   static constexpr int kUpLoads = 8;     // steps, of two rows each
@@ -46,12 +51,36 @@ struct alignas(16) MoeTokenStep {
   float weight;
 };
 
-// Number here of a chosen expert, or -1.
-template <typename Index>
-__device__ __forceinline__ int32_t moe_token_expert(const MoeTokenParams& params, uint32_t choice) {
-  const int64_t number =
-      static_cast<int64_t>(static_cast<const Index*>(params.experts)[choice]) - params.first_expert;
-  return number >= 0 && number < params.num_experts ? static_cast<int32_t>(number) : -1;
+struct MoeTokenChoice {
+  int32_t experts[kMoeTokenChoices];  // their numbers here, or -1
+  float weights[kMoeTokenChoices];
+};
+
+// By the first warp, into shared memory; a barrier must follow.
+template <typename Traits>
+__device__ __forceinline__ void moe_token_choose(const MoeTokenParams& params,
+                                                 MoeTokenChoice& choice) {
+  if (threadIdx.x >= 32) return;
+  const uint32_t lane = threadIdx.x;
+  if constexpr (Traits::kPerLane != 0) {
+    constexpr int kRoom = Traits::kPerLane == 0 ? 1 : 32 * Traits::kPerLane;
+    __shared__ float scores[kRoom];
+    MoeRouteParams route = params.route;
+    route.experts = choice.experts;
+    route.weights = choice.weights;
+    MoeRouter<typename Traits::Logits, Traits::kScore, Traits::kPerLane>(route, scores).route(0);
+  }
+  if (lane >= params.top_k) return;
+  int64_t number;
+  if constexpr (Traits::kPerLane != 0) {
+    number = choice.experts[lane];  // this lane's own
+  } else {
+    number = static_cast<int64_t>(static_cast<const typename Traits::Index*>(params.experts)[lane]);
+    choice.weights[lane] = params.weights[lane];
+  }
+  number -= params.first_expert;
+  choice.experts[lane] =
+      number >= 0 && number < params.num_experts ? static_cast<int32_t>(number) : -1;
 }
 
 template <typename T>
@@ -72,15 +101,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   constexpr int kWide = Traits::kWide, kLoads = Traits::kUpLoads, kStep = Traits::kStep;
   extern __shared__ __align__(128) char shared[];
   T* const row = reinterpret_cast<T*>(shared);  // [chunks][kLoads * kStep], zero beyond the token
-  __shared__ int32_t experts[detail::kMoeTokenChoices];
+  __shared__ detail::MoeTokenChoice choice;
 
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t chunks = ceil_div<uint32_t>(params.size, kLoads * kStep);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  if (threadIdx.x < params.top_k) {
-    experts[threadIdx.x] = detail::moe_token_expert<typename Traits::Index>(params, threadIdx.x);
-  }
   for (uint32_t at = kWide * threadIdx.x; at < chunks * kLoads * kStep;
        at += kWide * Traits::kThreads) {
     Vector<T, kWide> x;
@@ -88,6 +114,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     if (at < params.size) x.load(static_cast<const T*>(params.x) + at);
     x.store(row + at);
   }
+  detail::moe_token_choose<Traits>(params, choice);
   __syncthreads();
 
   const uint32_t units = params.top_k * params.inner;
@@ -102,12 +129,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const auto locate = [&] {
     next_left = 0;
     if (next_unit >= units) return;
-    const uint32_t choice = next_unit / params.inner;
-    const int32_t expert = experts[choice];
+    const uint32_t number = next_unit / params.inner;
+    const int32_t expert = choice.experts[number];
     if (expert < 0) return;
     const uint32_t column = next_chunk * kLoads * kStep + lane * kWide;
     next = static_cast<const T*>(params.fc1) + 2 * expert * to_gates +
-           static_cast<int64_t>(next_unit - choice * params.inner) * params.size + column;
+           static_cast<int64_t>(next_unit - number * params.inner) * params.size + column;
     next_left = column < params.size ? params.size - column : 0;
   };
   Vector<T, kWide> values[kLoads], gates[kLoads];
@@ -166,16 +193,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   Step* const table = reinterpret_cast<Step*>(shared);    // [filled]
   T* const rows = reinterpret_cast<T*>(table + filled);  // [filled][kStep], zero beyond each row
 
-  // The kernel before has waited for what wrote experts and weights.
+  // The kernel before has waited for what wrote experts and weights, or logits.
+  __shared__ detail::MoeTokenChoice choice;
+  detail::moe_token_choose<Traits>(params, choice);
+  __syncthreads();
   for (uint32_t s = threadIdx.x; s < filled; s += Traits::kThreads) {
     Step step = {0, 0, 0.f};
     if (s < steps) {
-      const uint32_t choice = s / parts, column = (s - choice * parts) * kStep;
-      const int32_t expert = detail::moe_token_expert<typename Traits::Index>(params, choice);
+      const uint32_t number = s / parts, column = (s - number * parts) * kStep;
+      const int32_t expert = choice.experts[number];
       if (expert >= 0) {
         step.offset = static_cast<int64_t>(expert) * params.size * params.inner + column;
         step.left = min(params.inner - column, static_cast<uint32_t>(kStep));
-        step.weight = params.weights[choice];
+        step.weight = choice.weights[number];
       }
     }
     table[s] = step;
@@ -200,11 +230,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   for (uint32_t at = kWide * threadIdx.x; at < filled * kStep; at += kWide * Traits::kThreads) {
-    const uint32_t s = at / kStep, choice = s / parts, column = at - choice * parts * kStep;
+    const uint32_t s = at / kStep, number = s / parts, column = at - number * parts * kStep;
     Vector<T, kWide> x;
     x.clear();
     if (at % kStep < table[s].left) {
-      x.load(static_cast<const T*>(params.hidden) + choice * params.inner + column);
+      x.load(static_cast<const T*>(params.hidden) + number * params.inner + column);
     }
     x.store(rows + at);
   }
