@@ -143,23 +143,13 @@ class Experts:
         )
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
-        plain = self.activation == "swiglu_gate_last" and self.scheme == "none" and self.gate is None
-        if (
-            plain
-            and self.biases == (None, None)
-            and one_token.takes(x, out, chosen, self.fc1, self.fc2)
-        ):
-            return one_token.multiply(
-                out,
-                buffers["hidden"],
-                x,
-                self.fc1,
-                self.fc2,
-                chosen,
-                weights,
-                self.first_expert,
-                enable_pdl,
-            )
+        plain = self.activation == "swiglu_gate_last" and self.scheme == "none"
+        if plain and self.gate is None and self.biases == (None, None):
+            if one_token.takes(x, out, self.fc1, self.fc2, top_k):
+                choice, memory = one_token.Given(chosen, weights), buffers["hidden"]
+                return one_token.multiply(
+                    out, memory, x, self.fc1, self.fc2, choice, self.first_expert, enable_pdl
+                )
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
         first, second = self._problems(tokens * top_k, x.dtype, out.dtype)
         if self.scheme != "four_bit" and x.is_cuda:

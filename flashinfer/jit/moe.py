@@ -86,13 +86,17 @@ class MoeCombineConfig(ModuleConfig):
 
 @dataclass(frozen=True)
 class MoeTokenConfig(ModuleConfig):
-    """The dtype of the token and the weights, and the type of the experts' numbers select code."""
+    """The dtype of token and weights, and how the experts are chosen, select code.
+
+    `index`: type of the experts' numbers where these are given. Otherwise `experts_per_lane` is not
+    0, and `logits` and `score` are as `dtype` and `score` of `MoeRouteConfig`.
+    """
 
     module: ClassVar[str] = "moe_token"
     supported_major_versions: ClassVar[tuple[int, ...] | None] = (9,)
 
     dtype: torch.dtype
-    index: str
+    index: str = "int32"
     logits: torch.dtype = torch.float32
     score: str = "softmax"
     experts_per_lane: int = 0
@@ -101,6 +105,8 @@ class MoeTokenConfig(ModuleConfig):
         check_dtype("input", self.dtype, _ROWS)
         if self.index not in ("int32", "int64"):
             raise ValueError(f"`index` must be int32 or int64, got {self.index!r}")
+        if self.experts_per_lane:
+            MoeRouteConfig(self.logits, self.score, self.experts_per_lane)
 
 
 def _route_cases() -> Iterator[MoeRouteConfig]:
@@ -124,7 +130,8 @@ def _combine_cases() -> Iterator[MoeCombineConfig]:
 
 
 def _token_cases() -> Iterator[MoeTokenConfig]:
-    yield MoeTokenConfig(torch.bfloat16, "int32")
+    yield MoeTokenConfig(torch.bfloat16)
+    yield MoeTokenConfig(torch.bfloat16, logits=torch.bfloat16, experts_per_lane=4)
 
 
 def _deepseek_route_cases() -> Iterator[MoeRouteConfig]:
