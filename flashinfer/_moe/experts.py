@@ -143,13 +143,10 @@ class Experts:
         )
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
-        plain = self.activation == "swiglu_gate_last" and self.scheme == "none"
-        if plain and self.gate is None and self.biases == (None, None):
-            if one_token.takes(x, out, self.fc1, self.fc2, top_k):
-                choice, memory = one_token.Given(chosen, weights), buffers["hidden"]
-                return one_token.multiply(
-                    out, memory, x, self.fc1, self.fc2, choice, self.first_expert, enable_pdl
-                )
+        if self._is_plain and one_token.takes(x, out, self.fc1, self.fc2, top_k):
+            choice = one_token.Given(chosen, weights)
+            memory, first = buffers["hidden"], self.first_expert
+            return one_token.multiply(out, memory, x, self.fc1, self.fc2, choice, first, enable_pdl)
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
         first, second = self._problems(tokens * top_k, x.dtype, out.dtype)
         if self.scheme != "four_bit" and x.is_cuda:
@@ -174,6 +171,16 @@ class Experts:
             starts_early=self.scheme != "four_bit",
         )
         return out
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there are but weights and a gate by SiLU."""
+        return (
+            self.activation == "swiglu_gate_last"
+            and self.scheme == "none"
+            and self.gate is None
+            and self.biases == (None, None)
+        )
 
     def _multiply_four_bit(
         self,

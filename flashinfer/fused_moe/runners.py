@@ -202,7 +202,10 @@ class CutlassBf16Runner(MoERunner):
             out = torch.empty_like(x)
             if one_token.takes(x, out, fc1, fc2, routing.top_k):
                 memory = x.new_empty(routing.top_k, fc2.shape[2])
-                first, pdl = self.config.experts.local_expert_offset, self.config.execution.enable_pdl
+                first, pdl = (
+                    self.config.experts.local_expert_offset,
+                    self.config.execution.enable_pdl,
+                )
                 return one_token.multiply(out, memory, x, fc1, fc2, routing, first, pdl)
         return super().compute(act, weights)
 

@@ -24,7 +24,7 @@ template <typename T_, int kColumns_, bool kNorm_ = false>
 struct OneRowTraits {
   using T = T_;
   static constexpr bool kNorm = kNorm_;
-  static constexpr int kNormLoads = 2;  // vectors of a thread
+  static constexpr int kNormLoads = 2;        // vectors of a thread
   static constexpr int kColumns = kColumns_;  // 64 or 128
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
@@ -133,13 +133,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   if constexpr (Traits::kNorm) {
     one_row_norm<Traits>(params, warp_sums, part, begin, there);
   } else {
-  // What is beyond the part is zero.
-  for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
-    Vector<T, kWide> x;
-    x.clear();
-    if (at < there) x.load(static_cast<const T*>(params.a) + begin + at);
-    x.store(part + at);
-  }
+    // What is beyond the part is zero.
+    for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
+      Vector<T, kWide> x;
+      x.clear();
+      if (at < there) x.load(static_cast<const T*>(params.a) + begin + at);
+      x.store(part + at);
+    }
   }
   __syncthreads();
 

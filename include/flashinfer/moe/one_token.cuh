@@ -6,8 +6,8 @@
 //   down    a warp has an element of the result: the sum over choices j of weights[j] times the
 //           product of hidden[j] with a row of expert j, in float32, rounded once
 //
-// Lanes have 16 bytes each of 256 neighbouring elements, and kLoads such steps are on their way. The
-// second kernel knows the experts before the first one ends, and loads its first weights then.
+// Lanes have 16 bytes each of 256 neighbouring elements, and kLoads such steps are on their way.
+// The second kernel knows the experts before the first one ends, and loads its first weights then.
 //
 // Measurements, also of what lost: docs/tuning/moe.md.
 #pragma once
@@ -34,7 +34,7 @@ struct MoeTokenTraits {
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtas = 4;  // of an SM
-  static constexpr int kWide = 8;       // elements of a lane
+  static constexpr int kWide = 8;  // elements of a lane
   static constexpr int kStep = 32 * kWide;
   static constexpr int kUpLoads = 8;     // steps, of two rows each
   static constexpr int kDownLoads = 12;  // steps of one row
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t parts = ceil_div<uint32_t>(params.inner, kStep), steps = params.top_k * parts;
   const uint32_t filled = ceil_div<uint32_t>(steps, kLoads) * kLoads;
-  Step* const table = reinterpret_cast<Step*>(shared);    // [filled]
+  Step* const table = reinterpret_cast<Step*>(shared);   // [filled]
   T* const rows = reinterpret_cast<T*>(table + filled);  // [filled][kStep], zero beyond each row
 
   // The kernel before has waited for what wrote experts and weights, or logits.
@@ -268,8 +268,7 @@ namespace detail {
 template <typename Traits>
 inline cudaError_t launch_moe_token_kernel(void (*kernel)(MoeTokenParams), uint32_t warps,
                                            uint32_t bytes, const MoeTokenParams& params,
-                                           uint32_t num_sms, bool enable_pdl,
-                                           cudaStream_t stream) {
+                                           uint32_t num_sms, bool enable_pdl, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(
       reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
