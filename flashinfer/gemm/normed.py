@@ -62,8 +62,8 @@ def add_rmsnorm_mm_bf16(
     enable_pdl : bool, optional
         Programmatic dependent launch; None: yes. Changes no result.
     weight_ready : bool
-        The kernel that precedes this one writes neither `b` nor `bias`, so that they may be
-        loaded before it ends. Changes no result.
+        The kernel that precedes this one writes neither `norm_weight` nor `b`, so that they may
+        be loaded before it ends. Changes no result.
 
     Returns
     -------
@@ -94,6 +94,8 @@ def add_rmsnorm_mm_bf16(
     checks.tensor("b", b, 2)
     if input.shape[0] != 1 or input.shape[1] > MOST_K:
         raise ValueError(f"`input` must be [1, at most {MOST_K}], got shape {list(input.shape)}")
+    if b.shape[1] == 0:
+        raise ValueError(f"`b` must have columns, got shape {list(b.shape)}")
     ready = checks.flag("weight_ready", weight_ready)
     checks.cuda_tensors(input=input, b=b)
     capability = get_compute_capability(input.device)

@@ -1,4 +1,5 @@
-// A row times weights [k, n] that are read once: out = a b + bias.
+// A row times weights [k, n] that are read once: out = a b + bias. With a norm the row is that of
+// the sum of `a` and a residual, which each CTA computes.
 //
 // A CTA has kColumns columns and a part of k, which the CTAs of a cluster divide. A thread has
 // eight columns and every so many rows of b; it multiplies 16 bytes at a time in float, while the
@@ -23,8 +24,6 @@ namespace flashinfer {
 template <typename T_, int kColumns_, bool kNorm_ = false>
 struct OneRowTraits {
   using T = T_;
-  static constexpr bool kNorm = kNorm_;
-  static constexpr int kNormLoads = 2;        // vectors of a thread
   static constexpr int kColumns = kColumns_;  // 64 or 128
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
@@ -34,6 +33,8 @@ struct OneRowTraits {
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
   static constexpr int kCtas = 3;                   // of an SM
+  static constexpr bool kNorm = kNorm_;
+  static constexpr int kNormLoads = 2;  // vectors of a thread: k is at most 4096 with a norm
 };
 
 // For the sums of warps and CTA, and for the part of `a`.
@@ -43,16 +44,32 @@ inline constexpr uint32_t one_row_shared_bytes(uint32_t filled) {
          (Traits::kWarps + 1) * Traits::kColumns * sizeof(float);
 }
 
+// A thread's part of the norm's weight.
+template <typename Traits>
+struct OneRowNormWeight {
+  using T = typename Traits::T;
+  Vector<T, Traits::kWide> part[Traits::kNormLoads];
+
+  __device__ __forceinline__ void load(const OneRowParams& params) {
+#pragma unroll
+    for (int i = 0; i < Traits::kNormLoads; ++i) {
+      const uint32_t at = Traits::kWide * (threadIdx.x + i * Traits::kThreads);
+      if (at < params.k) part[i].load(static_cast<const T*>(params.norm_weight) + at);
+    }
+  }
+};
+
 // The norm of the sum with a residual, which every CTA computes; the first one writes both.
 template <typename Traits>
-__device__ __forceinline__ void one_row_norm(const OneRowParams& params, float* scratch,
+__device__ __forceinline__ void one_row_norm(const OneRowParams& params,
+                                             const OneRowNormWeight<Traits>& weight, float* scratch,
                                              typename Traits::T* part, uint32_t begin,
                                              uint32_t there) {
   using T = typename Traits::T;
   constexpr int kWide = Traits::kWide, kLoads = Traits::kNormLoads;
   constexpr uint32_t kStride = kWide * Traits::kThreads;
   const uint32_t first = kWide * threadIdx.x;
-  Vector<T, kWide> x[kLoads], residual[kLoads], weight[kLoads];
+  Vector<T, kWide> x[kLoads], residual[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const uint32_t at = first + i * kStride;
@@ -61,7 +78,6 @@ __device__ __forceinline__ void one_row_norm(const OneRowParams& params, float* 
     if (at >= params.k) continue;
     x[i].load(static_cast<const T*>(params.a) + at);
     residual[i].load(static_cast<const T*>(params.residual) + at);
-    weight[i].load(static_cast<const T*>(params.norm_weight) + at);
   }
   for (uint32_t at = there + first; at < params.filled; at += kStride) {
     Vector<T, kWide> zero;
@@ -86,7 +102,7 @@ __device__ __forceinline__ void one_row_norm(const OneRowParams& params, float* 
     if (at >= params.k) continue;
     float y[kWide];
 #pragma unroll
-    for (int e = 0; e < kWide; ++e) y[e] = h[i][e] * scale * weight[i][e];
+    for (int e = 0; e < kWide; ++e) y[e] = h[i][e] * scale * weight.part[i][e];
     Vector<T, kWide> normed;
     normed.from_floats(y);
     if (at >= begin && at < begin + there) normed.store(part + at - begin);
@@ -121,7 +137,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const int64_t step = Traits::kStep * params.b_stride;
 
   Vector<T, kWide> loaded[kLoads];
+  OneRowNormWeight<Traits> norm_weight;
   if (!params.weight_ready) ptx::grid_dependency_wait();
+  if constexpr (Traits::kNorm) norm_weight.load(params);
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     loaded[i].clear();
@@ -131,7 +149,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   ptx::grid_launch_dependents();
 
   if constexpr (Traits::kNorm) {
-    one_row_norm<Traits>(params, warp_sums, part, begin, there);
+    one_row_norm<Traits>(params, norm_weight, warp_sums, part, begin, there);
   } else {
     // What is beyond the part is zero.
     for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
@@ -227,6 +245,9 @@ inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool ena
   params.filled = ceil_div<uint32_t>(params.part, Traits::kChunk) * Traits::kChunk;
   const uint32_t bytes = one_row_shared_bytes<Traits>(params.filled);
   if (bytes > kMostBytes) return cudaErrorInvalidValue;
+  if (Traits::kNorm && params.k > Traits::kNormLoads * Traits::kWide * Traits::kThreads) {
+    return cudaErrorInvalidValue;
+  }
   const auto kernel = one_row_kernel<Traits>;
   const cudaError_t error = cudaFuncSetAttribute(
       reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
