@@ -13,8 +13,9 @@ HEADER = "flashinfer/moe/one_token.cuh"
 
 def find_fault(emulator: Emulator, full: bool) -> str:
     """What the emulation says; empty if all is right."""
-    emulator.substitute(HEADER, "extern __shared__ __align__(128) char shared[];", "")
-    emulator.substitute(HEADER, "(shared);", "(dynamic_shared);")
+    for name in ("up_shared", "down_shared"):
+        emulator.substitute(HEADER, f"extern __shared__ __align__(128) char {name}[];", "")
+        emulator.substitute(HEADER, f"({name});", "(dynamic_shared);")
     program = emulator.build("moe_token_emulation.cc", ["-DEMULATION_ARCH=900"])
     done = emulator.call([program, "60" if full else "6"])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""

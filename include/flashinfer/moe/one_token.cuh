@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     moe_token_up_kernel(const __grid_constant__ MoeTokenParams params) {
   using T = typename Traits::T;
   constexpr int kWide = Traits::kWide, kLoads = Traits::kUpLoads, kStep = Traits::kStep;
-  extern __shared__ __align__(128) char shared[];
-  T* const row = reinterpret_cast<T*>(shared);  // [chunks][kLoads * kStep], zero beyond the token
+  extern __shared__ __align__(128) char up_shared[];
+  T* const row = reinterpret_cast<T*>(up_shared);  // [chunks][kLoads * kStep], zero beyond the token
   __shared__ detail::MoeTokenChoice choice;
 
   const uint32_t lane = threadIdx.x % 32;
@@ -186,11 +186,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   using T = typename Traits::T;
   using Step = detail::MoeTokenStep;
   constexpr int kWide = Traits::kWide, kLoads = Traits::kDownLoads, kStep = Traits::kStep;
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(128) char down_shared[];
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t parts = ceil_div<uint32_t>(params.inner, kStep), steps = params.top_k * parts;
   const uint32_t filled = ceil_div<uint32_t>(steps, kLoads) * kLoads;
-  Step* const table = reinterpret_cast<Step*>(shared);   // [filled]
+  Step* const table = reinterpret_cast<Step*>(down_shared);   // [filled]
   T* const rows = reinterpret_cast<T*>(table + filled);  // [filled][kStep], zero beyond each row
 
   // The kernel before has waited for what wrote experts and weights, or logits.
