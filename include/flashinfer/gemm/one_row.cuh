@@ -21,18 +21,18 @@
 
 namespace flashinfer {
 
-template <typename T_, int kColumns_, bool kNorm_ = false>
+template <typename T_, int kColumns_, bool kNorm_ = false, int kLoads_ = 16>
 struct OneRowTraits {
   using T = T_;
   static constexpr int kColumns = kColumns_;  // 64 or 128
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kLoads = 8;
+  static constexpr int kLoads = kLoads_;
   static constexpr int kWide = 8;                   // columns of a thread
   static constexpr int kAcross = kColumns / kWide;  // threads side by side
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
-  static constexpr int kCtas = 3;                   // of an SM
+  static constexpr int kCtas = kLoads > 8 ? 2 : 3;  // of an SM
   static constexpr bool kNorm = kNorm_;
   static constexpr int kNormLoads = 2;  // vectors of a thread: k is at most 4096 with a norm
 };
@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     loaded[i].clear();
-    if (own_row + i * Traits::kStep < rows_left) loaded[i].load_streaming(weights + i * step);
+    if (own_row + i * Traits::kStep < rows_left) loaded[i].load_streaming(weights);
+    weights += step;
   }
   if (params.weight_ready) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
@@ -163,7 +164,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 
   float total[kWide] = {};
   for (uint32_t row = own_row; row < params.part; row += Traits::kChunk) {
-    weights += kLoads * step;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       float w[kWide];
@@ -171,10 +171,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
       Vector<T, 1> x;
       x.load(part + row + i * Traits::kStep);
       if (row + i * Traits::kStep + Traits::kChunk < rows_left) {
-        loaded[i].load_streaming(weights + i * step);
+        loaded[i].load_streaming(weights);
       } else {
         loaded[i].clear();
       }
+      weights += step;
 #pragma unroll
       for (int e = 0; e < kWide; ++e) total[e] = fmaf(x[0], w[e], total[e]);
     }
@@ -206,9 +207,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     __syncthreads();
   }
   // Pairs of columns; each CTA of the cluster has its share of them.
-  const uint32_t pairs = Traits::kColumns / 2 / splits;
-  for (uint32_t i = threadIdx.x; i < pairs; i += Traits::kThreads) {
-    const uint32_t at = 2 * (rank * pairs + i);
+  for (uint32_t i = rank + splits * threadIdx.x; i < Traits::kColumns / 2;
+       i += splits * Traits::kThreads) {
+    const uint32_t at = 2 * i;
     float y[2] = {};
     for (uint32_t s = 0; s < splits; ++s) {
       const uint64_t both = ptx::cluster_load_u64(ptx::cluster_address(sums + at, s));
@@ -235,8 +236,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 
 #ifndef __CUDACC_RTC__
 
-// n and k are multiples of 8, rows begin at multiples of 16 bytes; `splits` is a power of two up to
-// 8. cudaErrorInvalidValue if the part of `a` exceeds the shared memory.
+// n and k are multiples of 8, rows begin at multiples of 16 bytes; `splits` is at most 8.
+// cudaErrorInvalidValue if the part of `a` exceeds the shared memory.
 template <typename Traits>
 inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool enable_pdl,
                                   cudaStream_t stream) {

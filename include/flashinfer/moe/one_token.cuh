@@ -56,31 +56,26 @@ struct MoeTokenChoice {
   float weights[kMoeTokenChoices];
 };
 
-// By the first warp, into shared memory; a barrier must follow.
+// Into shared memory, by the whole CTA; a barrier must follow.
 template <typename Traits>
 __device__ __forceinline__ void moe_token_choose(const MoeTokenParams& params,
                                                  MoeTokenChoice& choice) {
-  if (threadIdx.x >= 32) return;
-  const uint32_t lane = threadIdx.x;
   if constexpr (Traits::kPerLane != 0) {
-    constexpr int kRoom = Traits::kPerLane == 0 ? 1 : 32 * Traits::kPerLane;
-    __shared__ float scores[kRoom];
-    MoeRouteParams route = params.route;
-    route.experts = choice.experts;
-    route.weights = choice.weights;
-    MoeRouter<typename Traits::Logits, Traits::kScore, Traits::kPerLane>(route, scores).route(0);
+    __shared__ __align__(16) uint32_t keys[32 * Traits::kPerLane];
+    MoeRouter<typename Traits::Logits, Traits::kScore, Traits::kPerLane>(params.route, nullptr)
+        .template route_together<Traits::kWarps>(keys, choice.weights, choice.experts);
   }
-  if (lane >= params.top_k) return;
+  if (threadIdx.x >= params.top_k) return;
   int64_t number;
   if constexpr (Traits::kPerLane != 0) {
-    number = choice.experts[lane];  // this lane's own
+    number = choice.experts[threadIdx.x];
   } else {
-    number = static_cast<int64_t>(static_cast<const typename Traits::Index*>(params.experts)[lane]);
-    choice.weights[lane] = params.weights[lane];
+    number = static_cast<const typename Traits::Index*>(params.experts)[threadIdx.x];
+    choice.weights[threadIdx.x] = params.weights[threadIdx.x];
   }
   number -= params.first_expert;
-  choice.experts[lane] =
-      number >= 0 && number < params.num_experts ? static_cast<int32_t>(number) : -1;
+  const bool is_here = number >= 0 && number < params.num_experts;
+  choice.experts[threadIdx.x] = is_here ? static_cast<int32_t>(number) : -1;
 }
 
 template <typename T>
