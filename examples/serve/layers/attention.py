@@ -13,7 +13,7 @@ from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
 from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cut, Cuts
-from .linear import Codes, Fp8Blocks, Product, Sum, takes_sums
+from .linear import Codes, Fp8Blocks, Product, Sum, sum_parts, takes_sums
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ class Attention(Body):
         turn = [] if self._is_fused else [lambda: self._turn(q, k, batch().rotations)]
         return [
             lambda: self.qkv(x),
+            *sum_parts(self.qkv, x),
             *turn,
             lambda: self._place(q, k, k, batch(), cache),
             lambda: self._finish(q.flatten(1), gate),

@@ -24,7 +24,7 @@ class Product(Protocol):
     def inputs(self) -> int:
         """Columns of `x`."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: Any) -> torch.Tensor: ...
 
 
 @dataclass
@@ -122,6 +122,13 @@ class Linear:
 def takes_sums(product: Product) -> bool:
     """Whether a product takes a `Sum`."""
     return getattr(product, "takes_sums", False)
+
+
+def sum_parts(product: Product, x: torch.Tensor) -> list[Callable[[], Any]]:
+    """As `Body.parts`: the product of a `Sum` like `x`, if there is one."""
+    if len(x) != 1 or not takes_sums(product):
+        return []
+    return [lambda: product(Sum(x, x, x[0], 1.0))]
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from ..batch import Batch
 from .body import Body, LaterBatch
 from .division import EXPERT_COLUMNS, EXPERT_ROWS, WHOLE, Cuts
 from .experts import Experts, RoutedLayer
-from .linear import Product, Sum, takes_sums
+from .linear import Product, Sum, sum_parts, takes_sums
 from .mlp import Mlp, SquaredMlp
 from .weights import Weights
 
@@ -95,6 +95,7 @@ class Mixture(Body):
             lambda: self.experts(x, weights, numbers.repeat(len(x), 1)),
             lambda: self._routed(x, logits),  # the same experts' kernels, and the router's
             lambda: self.router.gate(x),
+            *sum_parts(self.router.gate, x),
         ]
         if (shared := self.shared) is not None:
             parts += shared.parts(x, batch)

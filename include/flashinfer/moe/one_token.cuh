@@ -61,7 +61,7 @@ template <typename Traits>
 __device__ __forceinline__ void moe_token_choose(const MoeTokenParams& params,
                                                  MoeTokenChoice& choice) {
   if constexpr (Traits::kPerLane != 0) {
-    __shared__ __align__(16) uint32_t keys[32 * Traits::kPerLane];
+    __shared__ uint4 keys[8 * Traits::kPerLane];
     MoeRouter<typename Traits::Logits, Traits::kScore, Traits::kPerLane>(params.route, nullptr)
         .template route_together<Traits::kWarps>(keys, choice.weights, choice.experts);
   }

@@ -83,16 +83,17 @@ class MoeRouter {
   }
 
   // The same for the only token and one group, by all kWarps warps of a CTA: an expert is chosen if
-  // few are better. That takes a quarter of the time of finding one after the other. `keys`,
-  // `weights` and `experts` are shared, [32 * kPerLane], [top_k] and [top_k]; after a barrier the
-  // first warp's lanes have written the latter.
+  // few are better, which takes less time than to find one after the other. `keys`, `weights` and
+  // `experts` are shared: [8 * kPerLane], [top_k] and [top_k]; a barrier must follow.
   template <int kWarps>
-  __device__ __forceinline__ void route_together(uint32_t* keys, float* weights, int32_t* experts) {
+  __device__ __forceinline__ void route_together(uint4* keys, float* weights, int32_t* experts) {
     const uint32_t warp = threadIdx.x / 32;
     load(static_cast<const T*>(params_.logits));
     if (warp == 0) {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) keys[lane_ + 32 * i] = key_[i];
+      for (int i = 0; i < kPerLane; ++i) {
+        reinterpret_cast<uint32_t*>(keys)[lane_ + 32 * i] = key_[i];
+      }
     }
     __syncthreads();
 #pragma unroll
@@ -102,7 +103,7 @@ class MoeRouter {
       uint32_t better = 0;
 #pragma unroll 4
       for (uint32_t other = 0; other < 32 * kPerLane; other += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(keys + other);
+        const uint4 four = keys[other / 4];
         better += four.x > key || (four.x == key && other < expert);
         better += four.y > key || (four.y == key && other + 1 < expert);
         better += four.z > key || (four.z == key && other + 2 < expert);
