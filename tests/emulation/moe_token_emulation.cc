@@ -21,7 +21,8 @@ using BF16 = dtype::bfloat16;
 // Numbers, and NaN after them.
 struct Array {
   std::vector<uint4> storage;
-  Array(Random& random, size_t size, double factor = 1.) : storage(size / 8 + 512, uint4{~0u, ~0u, ~0u, ~0u}) {
+  Array(Random& random, size_t size, double factor = 1.)
+      : storage(size / 8 + 512, uint4{~0u, ~0u, ~0u, ~0u}) {
     for (size_t i = 0; i < size; ++i) data()[i] = from_float<BF16>(factor * random.normal());
   }
   BF16* data() { return reinterpret_cast<BF16*>(storage.data()); }
@@ -33,7 +34,8 @@ void choose(const std::vector<float>& logits, bool renormalize, std::vector<int6
             std::vector<float>& weights) {
   std::vector<int64_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return logits[i] > logits[j]; });
+  std::sort(order.begin(), order.end(),
+            [&](int64_t i, int64_t j) { return logits[i] > logits[j]; });
   double all = 0., chosen = 0.;
   for (float logit : logits) all += std::exp(static_cast<double>(logit));
   for (size_t j = 0; j < experts.size(); ++j) chosen += std::exp(logits[order[j]]);

@@ -83,7 +83,8 @@ bool check(Random& random) {
 
 int main(int, char** argv) {
   using namespace flashinfer;
-  return run_cases(std::atoi(argv[1]), Random(7),
-                   [](Random& random) { return check<64, false>(random) && check<128, false>(random) &&
-                          check<64, true>(random) && check<128, true>(random); });
+  return run_cases(std::atoi(argv[1]), Random(7), [](Random& random) {
+    return check<64, false>(random) && check<128, false>(random) && check<64, true>(random) &&
+           check<128, true>(random);
+  });
 }

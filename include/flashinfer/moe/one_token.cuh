@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   using T = typename Traits::T;
   constexpr int kWide = Traits::kWide, kLoads = Traits::kUpLoads, kStep = Traits::kStep;
   extern __shared__ __align__(128) char up_shared[];
-  T* const row = reinterpret_cast<T*>(up_shared);  // [chunks][kLoads * kStep], zero beyond the token
+  T* const row =
+      reinterpret_cast<T*>(up_shared);  // [chunks][kLoads * kStep], zero beyond the token
   __shared__ detail::MoeTokenChoice choice;
 
   const uint32_t lane = threadIdx.x % 32;
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t parts = ceil_div<uint32_t>(params.inner, kStep), steps = params.top_k * parts;
   const uint32_t filled = ceil_div<uint32_t>(steps, kLoads) * kLoads;
-  Step* const table = reinterpret_cast<Step*>(down_shared);   // [filled]
+  Step* const table = reinterpret_cast<Step*>(down_shared);  // [filled]
   T* const rows = reinterpret_cast<T*>(table + filled);  // [filled][kStep], zero beyond each row
 
   // The kernel before has waited for what wrote experts and weights, or logits.
