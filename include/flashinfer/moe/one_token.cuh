@@ -103,14 +103,23 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const uint32_t chunks = ceil_div<uint32_t>(params.size, kLoads * kStep);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  for (uint32_t at = kWide * threadIdx.x; at < chunks * kLoads * kStep;
-       at += kWide * Traits::kThreads) {
+  // The token is on its way while experts are chosen.
+  constexpr uint32_t kPass = kWide * Traits::kThreads, kFirst = 2 * kPass;
+  const auto token_part = [&](uint32_t at) {
     Vector<T, kWide> x;
     x.clear();
     if (at < params.size) x.load(static_cast<const T*>(params.x) + at);
-    x.store(row + at);
-  }
+    return x;
+  };
+  const uint32_t own = kWide * threadIdx.x;
+  const Vector<T, kWide> first = token_part(own), second = token_part(own + kPass);
   detail::moe_token_choose<Traits>(params, choice);
+  static_assert(kFirst <= kLoads * kStep, "a chunk has both");
+  first.store(row + own);
+  second.store(row + own + kPass);
+  for (uint32_t at = own + kFirst; at < chunks * kLoads * kStep; at += kPass) {
+    token_part(at).store(row + at);
+  }
   __syncthreads();
 
   const uint32_t units = params.top_k * params.inner;
@@ -225,14 +234,24 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  for (uint32_t at = kWide * threadIdx.x; at < filled * kStep; at += kWide * Traits::kThreads) {
-    const uint32_t s = at / kStep, number = s / parts, column = at - number * parts * kStep;
-    Vector<T, kWide> x;
-    x.clear();
-    if (at % kStep < table[s].left) {
-      x.load(static_cast<const T*>(params.hidden) + number * params.inner + column);
+  // Several parts of the rows are on their way at once.
+  constexpr uint32_t kPass = kWide * Traits::kThreads, kPasses = 6;
+  for (uint32_t begin = kWide * threadIdx.x; begin < filled * kStep; begin += kPasses * kPass) {
+    Vector<T, kWide> x[kPasses];
+#pragma unroll
+    for (uint32_t i = 0; i < kPasses; ++i) {
+      const uint32_t at = begin + i * kPass, s = at / kStep, number = s / parts;
+      x[i].clear();
+      if (at < filled * kStep && at % kStep < table[s].left) {
+        const uint32_t column = at - number * parts * kStep;
+        x[i].load(static_cast<const T*>(params.hidden) + number * params.inner + column);
+      }
     }
-    x.store(rows + at);
+#pragma unroll
+    for (uint32_t i = 0; i < kPasses; ++i) {
+      const uint32_t at = begin + i * kPass;
+      if (at < filled * kStep) x[i].store(rows + at);
+    }
   }
   __syncthreads();
 
