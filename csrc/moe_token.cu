@@ -10,9 +10,7 @@ cudaError_t moe_token(const MoeTokenParams& params, uint32_t num_sms, bool enabl
                       cudaStream_t stream) {
   using int32 = int32_t;
   using int64 = int64_t;
-  using Traits = MoeTokenTraits<dtype::FLASHINFER_CFG_DTYPE, FLASHINFER_CFG_INDEX,
-                                dtype::FLASHINFER_CFG_LOGITS, MoeScore::FLASHINFER_CFG_SCORE,
-                                FLASHINFER_CFG_EXPERTS_PER_LANE>;
+  using Traits = MoeTokenTraits<dtype::FLASHINFER_CFG_DTYPE, FLASHINFER_CFG_INDEX>;
   return launch_moe_token<Traits>(params, num_sms, enable_pdl, stream);
 }
 

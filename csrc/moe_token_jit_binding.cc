@@ -1,9 +1,7 @@
-//   moe_token(output, hidden, input, fc1_expert_weights, fc2_expert_weights, choice,
-//             first_expert, enable_pdl)
+//   moe_token(output, hidden, input, fc1_expert_weights, fc2_expert_weights,
+//             token_selected_experts, token_final_scales, first_expert, enable_pdl)
 //
 // One token; hidden [top_k, intermediate] is memory between the products.
-//   choice    (token_selected_experts, token_final_scales), or where the kernels choose
-//             (logits, renormalize, routed_scaling_factor)
 #include "ffi.h"
 #include "moe_token.h"
 
@@ -12,7 +10,6 @@ namespace {
 
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
 constexpr int64_t kMaxChoices = 32;
-constexpr int kChoiceArguments = FLASHINFER_CFG_EXPERTS_PER_LANE ? 3 : 2;
 
 void check(const ffi::Tensor& tensor, std::initializer_list<int64_t> shape) {
   ffi::check_dtype(tensor, kDtype);
@@ -23,63 +20,16 @@ void check(const ffi::Tensor& tensor, std::initializer_list<int64_t> shape) {
   }
 }
 
-#if FLASHINFER_CFG_EXPERTS_PER_LANE
-
-// Logits that choose, and what weights become.
-void choose(ffi::Args& args, MoeTokenParams& params, const ffi::Tensor& x,
-            std::initializer_list<ffi::Tensor> written) {
-  const ffi::Tensor logits = args.tensor("logits");
-  params.route.renormalize = args.flag("renormalize");
-  params.route.scale = static_cast<float>(args.number("routed_scaling_factor"));
-  ffi::check_dtype(logits, ffi::dtype::FLASHINFER_CFG_LOGITS);
-  ffi::check_ndim(logits, 2, 2);
-  ffi::check_last_dim_contiguous(logits);
-  const int64_t experts = logits.dim(1);
-  if (logits.dim(0) != 1 || experts > 32 * FLASHINFER_CFG_EXPERTS_PER_LANE ||
-      experts < params.top_k) {
-    ffi::raise("ValueError", "`%s` must have 1 row with %u to %d experts, got shape %s",
-               logits.name, params.top_k, 32 * FLASHINFER_CFG_EXPERTS_PER_LANE,
-               logits.shape_text().c_str());
-  }
-  for (const ffi::Tensor& tensor : written) ffi::check_disjoint(tensor, logits);
-  ffi::check_same_device(logits, x);
-  params.route.logits = logits.data();
-  params.route.num_tokens = 1;
-  params.route.num_experts = static_cast<uint32_t>(experts);
-  params.route.top_k = params.top_k;
-  params.route.num_groups = params.route.top_groups = 1;
-}
-
-#else
-
 enum class Index { int32, int64 };
 constexpr DLDataType kIndexDtype =
     Index::FLASHINFER_CFG_INDEX == Index::int64 ? ffi::dtype::int64 : ffi::dtype::int32;
-
-// Experts that were chosen, and their weights.
-void choose(ffi::Args& args, MoeTokenParams& params, const ffi::Tensor& x,
-            std::initializer_list<ffi::Tensor> written) {
-  const ffi::Tensor experts = args.tensor("token_selected_experts");
-  const ffi::Tensor weights = args.tensor("token_final_scales");
-  ffi::check_dtype(experts, kIndexDtype);
-  ffi::check_dtype(weights, ffi::dtype::float32);
-  for (const ffi::Tensor& tensor : {experts, weights}) {
-    ffi::check_shape(tensor, {1, params.top_k});
-    ffi::check_contiguous(tensor);
-    for (const ffi::Tensor& other : written) ffi::check_disjoint(other, tensor);
-    ffi::check_same_device(tensor, x);
-  }
-  params.experts = experts.data();
-  params.weights = static_cast<const float*>(weights.data());
-}
-
-#endif
 
 void run(ffi::Args& args) {
   const ffi::Tensor out = args.tensor("output"), hidden = args.tensor("hidden");
   const ffi::Tensor x = args.tensor("input"), fc1 = args.tensor("fc1_expert_weights");
   const ffi::Tensor fc2 = args.tensor("fc2_expert_weights");
-  ffi::Args choice = args.group("choice", kChoiceArguments);
+  const ffi::Tensor experts = args.tensor("token_selected_experts");
+  const ffi::Tensor weights = args.tensor("token_final_scales");
   const int64_t first_expert = args.integer_in("first_expert", 0, INT32_MAX);
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
@@ -101,18 +51,29 @@ void run(ffi::Args& args) {
   check(x, {1, size});
   check(out, {1, size});
   check(hidden, {top_k, inner});
-  for (const ffi::Tensor& tensor : {x, fc1, fc2}) {
+  ffi::check_dtype(experts, kIndexDtype);
+  ffi::check_dtype(weights, ffi::dtype::float32);
+  for (const ffi::Tensor& tensor : {experts, weights}) {
+    ffi::check_shape(tensor, {1, top_k});
+    ffi::check_contiguous(tensor);
+  }
+  for (const ffi::Tensor& tensor : {x, fc1, fc2, experts, weights}) {
     ffi::check_disjoint(out, tensor);
     ffi::check_disjoint(hidden, tensor);
   }
   ffi::check_disjoint(out, hidden);
   ffi::check_cuda(x);
-  for (const ffi::Tensor& tensor : {out, hidden, fc1, fc2}) ffi::check_same_device(tensor, x);
+  for (const ffi::Tensor& tensor : {out, hidden, fc1, fc2, experts, weights}) {
+    ffi::check_same_device(tensor, x);
+  }
+  if (size == 0 || inner == 0) return;
 
   MoeTokenParams params = {};
   params.x = x.data();
   params.fc1 = fc1.data();
   params.fc2 = fc2.data();
+  params.experts = experts.data();
+  params.weights = static_cast<const float*>(weights.data());
   params.hidden = hidden.data();
   params.out = out.data();
   params.first_expert = first_expert;
@@ -120,9 +81,6 @@ void run(ffi::Args& args) {
   params.top_k = static_cast<uint32_t>(top_k);
   params.size = static_cast<uint32_t>(size);
   params.inner = static_cast<uint32_t>(inner);
-  choose(choice, params, x, {out, hidden});
-  choice.all_taken();
-  if (size == 0 || inner == 0) return;
   const ffi::DeviceGuard guard(x);
   ffi::check_launch(moe_token(params, ffi::device_info(x).num_sms, ffi::resolve_pdl(enable_pdl, x),
                               ffi::current_stream(x)));

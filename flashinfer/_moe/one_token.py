@@ -3,62 +3,23 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from .._common.arch import get_compute_capability
 from .._common.kernels import Kernel
 from ..gemm._tuning import HOPPER
-from ..jit.moe import EXPERTS_PER_LANE, MoeTokenConfig, gen_moe_token_module
+from ..jit.moe import MoeTokenConfig, gen_moe_token_module
 
 _MOST_CHOICES = 32
 _MOST_BYTES = 40 << 10  # of shared memory, so that four thread blocks fit an SM
 _STEP = 256  # elements that a warp reads at once
 
 
-@dataclass(frozen=True)
-class Given:
-    """Experts that were chosen, ``[1, top_k]`` int32 or int64, and their weights in float32."""
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-
-    @property
-    def top_k(self) -> int:
-        return self.experts.shape[1]
-
-    def kernel(self, dtype: torch.dtype) -> Kernel:
-        index = "int64" if self.experts.dtype == torch.int64 else "int32"
-        return _kernel(MoeTokenConfig(dtype, index))
-
-    def arguments(self) -> tuple[object, ...]:
-        return self.experts, self.weights
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Logits ``[1, experts]`` that choose `top_k` experts; the rest as for `maps.route`."""
-
-    logits: torch.Tensor
-    top_k: int
-    score: str
-    renormalize: bool
-    scale: float
-
-    def kernel(self, dtype: torch.dtype) -> Kernel:
-        lanes = -(-self.logits.shape[1] // 32)
-        per_lane = next((n for n in EXPERTS_PER_LANE if n >= lanes), EXPERTS_PER_LANE[-1])
-        config = MoeTokenConfig(dtype, "int32", self.logits.dtype, self.score, per_lane)
-        return _kernel(config)
-
-    def arguments(self) -> tuple[object, ...]:
-        return self.logits, self.renormalize, self.scale
-
-
 @functools.cache
-def _kernel(config: MoeTokenConfig) -> Kernel:
-    return gen_moe_token_module(config).build_and_load().moe_token
+def _kernel(dtype: torch.dtype, ids: torch.dtype) -> Kernel:
+    index = "int64" if ids == torch.int64 else "int32"
+    return gen_moe_token_module(MoeTokenConfig(dtype, index)).build_and_load().moe_token
 
 
 def takes(
@@ -85,7 +46,8 @@ def multiply(
     x: torch.Tensor,
     fc1: torch.Tensor,
     fc2: torch.Tensor,
-    choice: Given | Routed,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
     first_expert: int = 0,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -99,13 +61,13 @@ def multiply(
         ``[top_k, intermediate]``: memory between the products.
     fc1, fc2 : torch.Tensor
         ``[experts, 2 * intermediate, hidden]`` and ``[experts, hidden, intermediate]``.
-    choice : Given or Routed
-        The experts.
+    chosen, weights : torch.Tensor
+        ``[1, top_k]``: experts, int32 or int64, and their weights, float32.
     first_expert : int
         The number of the first expert that is here.
     enable_pdl : bool, optional
         Programmatic dependent launch; None takes it where the device has it.
     """
-    kernel = choice.kernel(x.dtype)
-    kernel(out, hidden, x, fc1, fc2, choice.arguments(), first_expert, enable_pdl)
+    kernel = _kernel(x.dtype, chosen.dtype)
+    kernel(out, hidden, x, fc1, fc2, chosen, weights, first_expert, enable_pdl)
     return out

@@ -118,7 +118,7 @@ class MoELayer:
         for runner in self._runners:
             if runner.accepts(act, weights):
                 self._winner = runner.backend_key
-                return runner.compute(act, weights)
+                return runner.forward(runner.pack_inputs(act, weights))
         keys = ", ".join(runner.backend_key for runner in self._runners)
         raise ValueError(
             f"`weights` must have a view of {keys}, and `act` no scales of activations; got views "

@@ -8,7 +8,6 @@ import torch
 
 from .._common import checks
 from .._common.arch import get_compute_capability
-from .._moe import one_token
 from ..autotuner.runner import TunableRunner
 from ..compat.backends import BackendSupportedError
 from ..tllm_enums import RoutingInputMode, RoutingMethodType
@@ -26,7 +25,7 @@ from .api import (
     SwiGLU,
 )
 from .cutlass import cutlass_fused_moe
-from .selection import check_method, find_experts, find_routing
+from .selection import check_method, find_experts
 
 _ACTIVATIONS = (SwiGLU, GeGLU, ReLU2, Identity)
 
@@ -126,10 +125,6 @@ class MoERunner(TunableRunner):
             and act.per_token_scale is None
         )
 
-    def compute(self, act: MoEActivationPack, weights: MoEWeightPack) -> torch.Tensor:
-        """The layer's result, ``[tokens, hidden]``, bfloat16."""
-        return self.forward(self.pack_inputs(act, weights))
-
     def pack_inputs(self, act: MoEActivationPack, weights: MoEWeightPack) -> list[torch.Tensor]:
         """Activations, experts, their weights, and the weights of both products with their scales.
 
@@ -190,24 +185,6 @@ class CutlassBf16Runner(MoERunner):
     supported_quant_variants: ClassVar[tuple[tuple[QuantFormat, QuantFormat], ...]] = (
         (QuantFormat.BF16, QuantFormat.BF16),
     )
-
-    def compute(self, act: MoEActivationPack, weights: MoEWeightPack) -> torch.Tensor:
-        """As `MoERunner.compute`; the experts' kernels choose, too, if there is one token."""
-        routing = None
-        if isinstance(self.config.activation, SwiGLU) and not self.gate:
-            routing = find_routing(act, self.config.routing)
-        if routing is not None:
-            x, view = act.hidden_states_q, weights.get_view(self.backend_key)
-            fc1, fc2 = view["fc1"], view["fc2"]
-            out = torch.empty_like(x)
-            if one_token.takes(x, out, fc1, fc2, routing.top_k):
-                memory = x.new_empty(routing.top_k, fc2.shape[2])
-                first, pdl = (
-                    self.config.experts.local_expert_offset,
-                    self.config.execution.enable_pdl,
-                )
-                return one_token.multiply(out, memory, x, fc1, fc2, routing, first, pdl)
-        return super().compute(act, weights)
 
 
 class CutlassFp8BlockRunner(MoERunner):

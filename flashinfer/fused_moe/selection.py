@@ -6,7 +6,6 @@ import torch
 
 from .._common import checks
 from .._moe.maps import route
-from .._moe.one_token import Routed
 from ..tllm_enums import RoutingInputMode, RoutingMethodType
 from .api import MoEActivationPack, RoutingConfig
 
@@ -62,14 +61,9 @@ def find_experts(
     return ids >> 16, (ids & 0xFFFF).to(torch.int16).view(torch.bfloat16).float()
 
 
-def check_logits(act: MoEActivationPack, config: RoutingConfig) -> torch.Tensor:
-    """The logits of a pack, whose bias and method are checked, too.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If they are not as the routing needs them.
-    """
+def _route(
+    act: MoEActivationPack, config: RoutingConfig, enable_pdl: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if act.routing_logits is None:
         raise ValueError("`routing_logits` must be given for FromLogits")
     check_method(config)
@@ -79,55 +73,27 @@ def check_logits(act: MoEActivationPack, config: RoutingConfig) -> torch.Tensor:
             f"`routing_logits` must have shape [{act.num_tokens}, {config.num_experts}], got "
             f"{list(logits.shape)}"
         )
+    score, renormalize, is_biased = _METHODS[config.method]
     if bias is not None:
-        if not _METHODS[config.method][2]:
+        if not is_biased:
             raise ValueError(f"`routing_bias` must be None for {config.method.name}")
         if checks.tensor("routing_bias", bias, 1).shape != logits.shape[1:]:
             raise ValueError(
                 f"`routing_bias` must have shape [{config.num_experts}], got {list(bias.shape)}"
             )
-    return logits
-
-
-def find_routing(act: MoEActivationPack, config: RoutingConfig) -> Routed | None:
-    """How logits choose one token's experts; None if there is more to it than scores.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the pack does not have what its mode needs.
-    """
-    if act.num_tokens != 1 or act.routing_input_mode != RoutingInputMode.FromLogits:
-        return None
-    logits = check_logits(act, config)
-    is_llama4 = config.method == RoutingMethodType.Llama4  # weighs tokens before the experts
-    if act.routing_bias is not None or (config.n_group or 1) != 1 or is_llama4:
-        return None
-    score, renormalize, _ = _METHODS[config.method]
-    return Routed(logits, config.top_k, score, renormalize, _scale(config))
-
-
-def _scale(config: RoutingConfig) -> float:
-    return 1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor)
-
-
-def _route(
-    act: MoEActivationPack, config: RoutingConfig, enable_pdl: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits, bias = check_logits(act, config), act.routing_bias
-    score, renormalize, _ = _METHODS[config.method]
+        bias = bias.float()
     shape = act.num_tokens, config.top_k
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
     route(
         logits,
-        None if bias is None else bias.float(),
+        bias,
         weights,
         experts,
         score=score,
         groups=(config.n_group or 1, config.topk_group or 1),
         renormalize=renormalize,
-        scale=_scale(config),
+        scale=1.0 if config.routed_scaling_factor is None else config.routed_scaling_factor,
         enable_pdl=enable_pdl,
     )
     return experts, weights

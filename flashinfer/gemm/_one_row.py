@@ -29,27 +29,16 @@ def takes(a: Any, b: Any) -> bool:
 def one_row_kernel(device: torch.device, n: int, k: int, norm: bool = False) -> tuple[Kernel, int]:
     """The kernel for a product, perhaps of a norm, and how many CTAs divide k.
 
-    All CTAs run at once, two of an SM. docs/tuning/serving_step.md has the measurements.
+    All CTAs run at once, three of an SM. docs/tuning/serving_step.md has the measurements.
     """
-    columns, splits = choose(n, k, get_device_sm_count(device))
+    most = 3 * get_device_sm_count(device)
+    columns = next((size for size in COLUMNS if -(-n // size) <= most), COLUMNS[-1])
+    splits = 1
+    while (
+        2 * splits <= _MOST_SPLITS
+        and -(-n // columns) * 2 * splits <= most
+        and k >= 2 * splits * _LEAST_PART
+    ):
+        splits *= 2
     module = gen_one_row_module(OneRowConfig(torch.bfloat16, columns, norm)).build_and_load()
     return module.one_row, splits
-
-
-def choose(n: int, k: int, num_sms: int) -> tuple[int, int]:
-    """Columns of a thread block, and how many divide k: all run at once, evenly over the SMs."""
-    most = 2 * num_sms
-    columns = next((size for size in COLUMNS if -(-n // size) <= most), COLUMNS[-1])
-    tiles = -(-n // columns)
-
-    def share(splits: int) -> float:
-        """How much of the SMs' time thread blocks have."""
-        blocks = tiles * splits
-        return blocks / (-(-blocks // num_sms) * num_sms)
-
-    fitting = [
-        splits
-        for splits in range(1, _MOST_SPLITS + 1)
-        if splits == 1 or (tiles * splits <= most and k >= splits * _LEAST_PART)
-    ]
-    return columns, max(fitting, key=lambda splits: (round(share(splits), 2), splits))

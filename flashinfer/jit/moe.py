@@ -86,27 +86,18 @@ class MoeCombineConfig(ModuleConfig):
 
 @dataclass(frozen=True)
 class MoeTokenConfig(ModuleConfig):
-    """The dtype of token and weights, and how the experts are chosen, select code.
-
-    `index`: type of the experts' numbers where these are given. Otherwise `experts_per_lane` is not
-    0, and `logits` and `score` are as `dtype` and `score` of `MoeRouteConfig`.
-    """
+    """The dtype of token and weights, and the type of the experts' numbers select code."""
 
     module: ClassVar[str] = "moe_token"
     supported_major_versions: ClassVar[tuple[int, ...] | None] = (9,)
 
     dtype: torch.dtype
-    index: str = "int32"
-    logits: torch.dtype = torch.float32
-    score: str = "softmax"
-    experts_per_lane: int = 0
+    index: str
 
     def __post_init__(self) -> None:
         check_dtype("input", self.dtype, _ROWS)
         if self.index not in ("int32", "int64"):
             raise ValueError(f"`index` must be int32 or int64, got {self.index!r}")
-        if self.experts_per_lane:
-            MoeRouteConfig(self.logits, self.score, self.experts_per_lane)
 
 
 def _route_cases() -> Iterator[MoeRouteConfig]:
@@ -130,8 +121,7 @@ def _combine_cases() -> Iterator[MoeCombineConfig]:
 
 
 def _token_cases() -> Iterator[MoeTokenConfig]:
-    yield MoeTokenConfig(torch.bfloat16)
-    yield MoeTokenConfig(torch.bfloat16, logits=torch.bfloat16, experts_per_lane=4)
+    yield MoeTokenConfig(torch.bfloat16, "int32")
 
 
 def _deepseek_route_cases() -> Iterator[MoeRouteConfig]:

@@ -26,7 +26,6 @@ class OneRowConfig(ModuleConfig):
     dtype: torch.dtype
     columns: int
     norm: bool = False
-    loads: int = 16
 
     def __post_init__(self) -> None:
         check_dtype("a", self.dtype, (torch.float16, torch.bfloat16))

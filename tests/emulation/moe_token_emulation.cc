@@ -7,8 +7,6 @@
 // The order matters: the builtins come first.
 #include <flashinfer/moe/one_token.cuh>
 
-#include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "random.h"
@@ -29,23 +27,7 @@ struct Array {
   double operator[](size_t i) { return to_float(data()[i]); }
 };
 
-// What the kernels should choose: all logits differ.
-void choose(const std::vector<float>& logits, bool renormalize, std::vector<int64_t>& experts,
-            std::vector<float>& weights) {
-  std::vector<int64_t> order(logits.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(),
-            [&](int64_t i, int64_t j) { return logits[i] > logits[j]; });
-  double all = 0., chosen = 0.;
-  for (float logit : logits) all += std::exp(static_cast<double>(logit));
-  for (size_t j = 0; j < experts.size(); ++j) chosen += std::exp(logits[order[j]]);
-  for (size_t j = 0; j < experts.size(); ++j) {
-    experts[j] = order[j];
-    weights[j] = std::exp(logits[order[j]]) / (renormalize ? chosen : all);
-  }
-}
-
-template <typename Index, int kPerLane>
+template <typename Index>
 bool check(Random& random) {
   const int size = 8 * (random.one_in(4) ? random.integer(250, 300) : random.integer(1, 60));
   const int inner = 8 * random.integer(1, 70), num_experts = random.integer(1, 6);
@@ -55,20 +37,17 @@ bool check(Random& random) {
   Array fc1(random, 2ull * num_experts * inner * size, 1. / std::sqrt(size));
   Array fc2(random, 1ull * num_experts * inner * size, 1. / std::sqrt(inner));
   std::vector<int64_t> experts(top_k);
-  std::vector<float> weights(top_k), logits(everywhere);
+  std::vector<float> weights(top_k);
   for (float& weight : weights) weight = random.normal();
-  for (float& logit : logits) logit = random.normal();
   for (int64_t& expert : experts) expert = random.integer(-1, everywhere - 1);
-  const bool renormalize = random.one_in(2);
-  if (kPerLane != 0) choose(logits, renormalize, experts, weights);
   const std::vector<Index> numbers(experts.begin(), experts.end());
 
   MoeTokenParams params = {};
   params.x = x.data();
   params.fc1 = fc1.data();
   params.fc2 = fc2.data();
-  params.experts = kPerLane == 0 ? numbers.data() : nullptr;
-  params.weights = kPerLane == 0 ? weights.data() : nullptr;
+  params.experts = numbers.data();
+  params.weights = weights.data();
   params.hidden = hidden.data();
   params.out = out.data();
   params.first_expert = first;
@@ -76,13 +55,7 @@ bool check(Random& random) {
   params.top_k = top_k;
   params.size = size;
   params.inner = inner;
-  params.route.logits = logits.data();
-  params.route.num_tokens = params.route.num_groups = params.route.top_groups = 1;
-  params.route.num_experts = everywhere;
-  params.route.top_k = top_k;
-  params.route.renormalize = renormalize;
-  params.route.scale = 1.f;
-  using Traits = MoeTokenTraits<BF16, Index, float, MoeScore::softmax, kPerLane>;
+  using Traits = MoeTokenTraits<BF16, Index>;
   launch_moe_token<Traits>(params, random.integer(1, 3), false, nullptr);
 
   std::vector<double> expected(size), magnitude(size);
@@ -121,7 +94,6 @@ bool check(Random& random) {
 
 int main(int, char** argv) {
   using namespace flashinfer;
-  return run_cases(std::atoi(argv[1]), Random(5), [](Random& random) {
-    return check<int32_t, 0>(random) && check<int64_t, 0>(random) && check<int32_t, 1>(random);
-  });
+  return run_cases(std::atoi(argv[1]), Random(5),
+                   [](Random& random) { return check<int32_t>(random) && check<int64_t>(random); });
 }

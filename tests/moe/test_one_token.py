@@ -7,18 +7,6 @@ import torch
 
 from flashinfer._moe import one_token
 from flashinfer._moe.experts import Experts
-from flashinfer._moe.maps import route
-from flashinfer.fused_moe import (
-    ExpertConfig,
-    MoEActivationPack,
-    MoEConfig,
-    MoELayer,
-    MoEWeightPack,
-    QuantConfig,
-    RoutingConfig,
-    RoutingInputMode,
-    RoutingMethodType,
-)
 
 BF16 = torch.bfloat16
 SHAPES = [  # experts, hidden, intermediate, choices: parts that end early, several rounds of a warp
@@ -75,43 +63,3 @@ def test_given_experts(
     target = expected(x, fc1, fc2, chosen[0].tolist(), weights[0].tolist())
     error = (out[0].double() - target).norm()
     assert not out.isnan().any() and float(error) <= 0.006 * float(target.norm())
-
-
-@pytest.mark.parametrize("method", ["Renormalize", "Default", "Sigmoid", "SigmoidRenorm"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_experts_of_logits(method: str, dtype: torch.dtype) -> None:
-    """As with a kernel for the choice, bit for bit, and with the next layer begun early."""
-    shape = (128, 2048, 768, 8)
-    x, fc1, fc2 = make(shape, BF16)
-    routing = RoutingConfig(128, 8, RoutingMethodType[method], routed_scaling_factor=1.5)
-    layer = MoELayer(MoEConfig(routing, QuantConfig(), ExpertConfig(768)), "cuda")
-    pack = MoEWeightPack({"cutlass_bf16": {"fc1": fc1, "fc2": fc2}})
-    logits = [torch.randn(1, 128, device="cuda").to(dtype) for _ in range(4)]
-
-    def run() -> list[torch.Tensor]:
-        outs = [x]
-        for each in logits:
-            mode = RoutingInputMode.FromLogits
-            act = MoEActivationPack(outs[-1], None, routing_input_mode=mode, routing_logits=each)
-            outs.append(layer(act, pack))
-        return outs[1:]
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    mixture = Experts(fc1, fc2, "swiglu_gate_last")
-    weights = torch.empty(1, 8, device="cuda")
-    chosen = torch.empty(1, 8, dtype=torch.int32, device="cuda")
-    score = "sigmoid" if "Sigmoid" in method else "softmax"
-    for _ in range(3):
-        for each in logits:
-            each.copy_(torch.randn_like(each))
-        graph.replay()
-        row = x
-        for each, out in zip(logits, captured, strict=True):
-            renormalize = "Renorm" in method
-            route(each, None, weights, chosen, score=score, renormalize=renormalize, scale=1.5)
-            row = mixture.run(row, chosen, weights, torch.empty_like(row))
-            assert torch.equal(row, out)

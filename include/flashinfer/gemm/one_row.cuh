@@ -21,18 +21,18 @@
 
 namespace flashinfer {
 
-template <typename T_, int kColumns_, bool kNorm_ = false, int kLoads_ = 16>
+template <typename T_, int kColumns_, bool kNorm_ = false>
 struct OneRowTraits {
   using T = T_;
   static constexpr int kColumns = kColumns_;  // 64 or 128
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kLoads = kLoads_;
+  static constexpr int kLoads = 8;
   static constexpr int kWide = 8;                   // columns of a thread
   static constexpr int kAcross = kColumns / kWide;  // threads side by side
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
-  static constexpr int kCtas = kLoads > 8 ? 2 : 3;  // of an SM
+  static constexpr int kCtas = 3;                   // of an SM
   static constexpr bool kNorm = kNorm_;
   static constexpr int kNormLoads = 2;  // vectors of a thread: k is at most 4096 with a norm
 };

@@ -68,7 +68,6 @@ struct MoeTokenParams {
   const void* fc2;       // [num_experts, size, inner]
   const void* experts;   // [top_k]; others than those of MoeMapParams count nothing
   const float* weights;  // [top_k]
-  MoeRouteParams route;  // instead of both where the kernel chooses, without their pointers
   void* hidden;          // [top_k, inner], between the products
   void* out;             // [size]
   int64_t first_expert;

@@ -18,19 +18,14 @@
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/moe/moe_params.h>
-#include <flashinfer/moe/route.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
 namespace flashinfer {
 
-// `Logits`, `kScore` and `kPerLane` as for MoeRouter; kPerLane 0: experts and weights are given.
-template <typename T_, typename Index_, typename Logits_, MoeScore kScore_, int kPerLane_>
+template <typename T_, typename Index_>
 struct MoeTokenTraits {
   using T = T_;
   using Index = Index_;
-  using Logits = Logits_;
-  static constexpr MoeScore kScore = kScore_;
-  static constexpr int kPerLane = kPerLane_;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtas = 4;  // of an SM
@@ -56,26 +51,18 @@ struct MoeTokenChoice {
   float weights[kMoeTokenChoices];
 };
 
-// Into shared memory, by the whole CTA; a barrier must follow.
+// Into shared memory; a barrier must follow.
 template <typename Traits>
-__device__ __forceinline__ void moe_token_choose(const MoeTokenParams& params,
+__device__ __forceinline__ void moe_token_choice(const MoeTokenParams& params,
                                                  MoeTokenChoice& choice) {
-  if constexpr (Traits::kPerLane != 0) {
-    __shared__ uint4 keys[8 * Traits::kPerLane];
-    MoeRouter<typename Traits::Logits, Traits::kScore, Traits::kPerLane>(params.route, nullptr)
-        .template route_together<Traits::kWarps>(keys, choice.weights, choice.experts);
-  }
+  using Index = typename Traits::Index;
   if (threadIdx.x >= params.top_k) return;
-  int64_t number;
-  if constexpr (Traits::kPerLane != 0) {
-    number = choice.experts[threadIdx.x];
-  } else {
-    number = static_cast<const typename Traits::Index*>(params.experts)[threadIdx.x];
-    choice.weights[threadIdx.x] = params.weights[threadIdx.x];
-  }
-  number -= params.first_expert;
+  const int64_t number =
+      static_cast<int64_t>(static_cast<const Index*>(params.experts)[threadIdx.x]) -
+      params.first_expert;
   const bool is_here = number >= 0 && number < params.num_experts;
   choice.experts[threadIdx.x] = is_here ? static_cast<int32_t>(number) : -1;
+  choice.weights[threadIdx.x] = params.weights[threadIdx.x];
 }
 
 template <typename T>
@@ -103,7 +90,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const uint32_t chunks = ceil_div<uint32_t>(params.size, kLoads * kStep);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  // The token is on its way while experts are chosen.
+  // Token and experts are on their way together.
   constexpr uint32_t kPass = kWide * Traits::kThreads, kFirst = 2 * kPass;
   const auto token_part = [&](uint32_t at) {
     Vector<T, kWide> x;
@@ -113,7 +100,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   };
   const uint32_t own = kWide * threadIdx.x;
   const Vector<T, kWide> first = token_part(own), second = token_part(own + kPass);
-  detail::moe_token_choose<Traits>(params, choice);
+  detail::moe_token_choice<Traits>(params, choice);
   static_assert(kFirst <= kLoads * kStep, "a chunk has both");
   first.store(row + own);
   second.store(row + own + kPass);
@@ -198,9 +185,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   Step* const table = reinterpret_cast<Step*>(down_shared);  // [filled]
   T* const rows = reinterpret_cast<T*>(table + filled);  // [filled][kStep], zero beyond each row
 
-  // The kernel before has waited for what wrote experts and weights, or logits.
+  // The kernel before has waited for what wrote experts and weights.
   __shared__ detail::MoeTokenChoice choice;
-  detail::moe_token_choose<Traits>(params, choice);
+  detail::moe_token_choice<Traits>(params, choice);
   __syncthreads();
   for (uint32_t s = threadIdx.x; s < filled; s += Traits::kThreads) {
     Step step = {0, 0, 0.f};

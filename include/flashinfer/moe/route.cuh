@@ -82,46 +82,6 @@ class MoeRouter {
     choose(static_cast<uint64_t>(token) * params_.top_k);
   }
 
-  // The same for the only token and one group, by all kWarps warps of a CTA: an expert is chosen if
-  // few are better, which takes less time than to find one after the other. `keys`, `weights` and
-  // `experts` are shared: [8 * kPerLane], [top_k] and [top_k]; a barrier must follow.
-  template <int kWarps>
-  __device__ __forceinline__ void route_together(uint4* keys, float* weights, int32_t* experts) {
-    const uint32_t warp = threadIdx.x / 32;
-    load(static_cast<const T*>(params_.logits));
-    if (warp == 0) {
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        reinterpret_cast<uint32_t*>(keys)[lane_ + 32 * i] = key_[i];
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (i % kWarps != warp) continue;
-      const uint32_t expert = lane_ + 32 * i, key = key_[i];
-      uint32_t better = 0;
-#pragma unroll 4
-      for (uint32_t other = 0; other < 32 * kPerLane; other += 4) {
-        const uint4 four = keys[other / 4];
-        better += four.x > key || (four.x == key && other < expert);
-        better += four.y > key || (four.y == key && other + 1 < expert);
-        better += four.z > key || (four.z == key && other + 2 < expert);
-        better += four.w > key || (four.w == key && other + 3 < expert);
-      }
-      if (better < params_.top_k) {
-        weights[better] = score_[i];
-        experts[better] = static_cast<int32_t>(expert);
-      }
-    }
-    __syncthreads();
-    if (warp != 0) return;
-    const float weight = lane_ < params_.top_k ? weights[lane_] : 0.f;
-    float factor = params_.scale;
-    if (params_.renormalize) factor /= warp_reduce_sum(weight) + 1e-20f;
-    if (lane_ < params_.top_k) weights[lane_] = weight * factor;
-  }
-
  private:
   __device__ __forceinline__ bool exists(int i) const {
     return lane_ + 32u * i < params_.num_experts;
