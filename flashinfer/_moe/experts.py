@@ -144,8 +144,10 @@ class Experts:
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
         if self._is_plain and one_token.takes(x, out, self.fc1, self.fc2, top_k):
-            both, memory, first = (self.fc1, self.fc2), buffers["hidden"], self.first_expert
-            return one_token.multiply(out, memory, x, *both, chosen, weights, first, enable_pdl)
+            weights_of_both, at = (self.fc1, self.fc2), self.first_expert
+            return one_token.multiply(
+                out, buffers["hidden"], x, *weights_of_both, chosen, weights, at, enable_pdl
+            )
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
         first, second = self._problems(tokens * top_k, x.dtype, out.dtype)
         if self.scheme != "four_bit" and x.is_cuda:

@@ -39,7 +39,9 @@ def _init(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_ROW = {"dtype": "bfloat16", "layout": "rows"}
+def _row(axes: list[str], description: str) -> Tensor:
+    return Tensor(axes, dtype="bfloat16", layout="rows", description=description)
+
 
 add_rmsnorm_mm_bf16_trace = TraceTemplate(
     "gemm_bf16",
@@ -49,10 +51,10 @@ add_rmsnorm_mm_bf16_trace = TraceTemplate(
         "k": Const("Terms of each sum, at most 4096.", abbrev="k"),
     },
     inputs={
-        "input": Tensor(["m", "k"], description="Row.", **_ROW),
-        "residual": Tensor(["m", "k"], description="What is added to it.", **_ROW),
+        "input": _row(["m", "k"], "Row."),
+        "residual": _row(["m", "k"], "What is added to it."),
         "norm_weight": Tensor(["k"], dtype="bfloat16", description="Weight of the norm."),
-        "b": Tensor(["k", "n"], description="Right operand.", **_ROW),
+        "b": _row(["k", "n"], "Right operand."),
         "bias": Tensor(["n"], dtype="bfloat16", optional=True, description="Added to the product."),
         "eps": Scalar("float32", description="Under the root."),
     },
