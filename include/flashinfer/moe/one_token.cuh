@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   uint32_t unit = blockIdx.x * Traits::kWarps + threadIdx.x / 32;
   if (unit >= units) return;
 
-  // What is loaded next: a part of two rows.
+  // A part of two rows is loaded next.
   const int64_t to_gates = static_cast<int64_t>(params.inner) * params.size;
   const T* next = nullptr;
   uint32_t next_unit = unit, next_chunk = 0, next_left = 0;
