@@ -1,6 +1,8 @@
-//   one_row(out, a, b, bias, splits, enable_pdl, weight_ready)
+//   one_row(out, a, b, bias, splits, enable_pdl, weight_ready[, norm])
 //
 // out = a b + bias, with one row of `a`, and `b` [k, n] whose rows are contiguous.
+//   norm      (residual_out, normed_out, residual, norm_weight, eps): normed_out, the norm of
+//             residual_out = a + residual, is multiplied
 #include "one_row.h"
 
 #include "ffi.h"
@@ -25,6 +27,43 @@ void check_rows(const Tensor& tensor) {
   }
 }
 
+#if FLASHINFER_CFG_NORM
+
+// The norm's part of the parameters; `a`, `b`, `bias` and `out` have been checked.
+void take_norm(ffi::Args& args, OneRowParams& params, const Tensor& a, const Tensor& b,
+               const Tensor& bias, const Tensor& out) {
+  const Tensor residual_out = args.tensor("residual_out"), normed = args.tensor("normed_out");
+  const Tensor residual = args.tensor("residual"), weight = args.tensor("norm_weight");
+  params.eps = static_cast<float>(args.number("eps"));
+  const int64_t k = a.dim(1);
+  for (const Tensor& tensor : {residual_out, normed, residual}) {
+    check_rows(tensor);
+    ffi::check_shape(tensor, {1, k});
+  }
+  ffi::check_dtype(weight, kDtype);
+  ffi::check_shape(weight, {k});
+  ffi::check_last_dim_contiguous(weight);
+  if (!ffi::is_aligned(weight, 16)) {
+    ffi::raise("ValueError", "`%s` must be aligned to 16 bytes", weight.name);
+  }
+  ffi::check_disjoint(residual_out, normed);
+  for (const Tensor& written : {residual_out, normed}) {
+    for (const Tensor& tensor : {a, residual, weight, b, bias, out}) {
+      if (tensor) ffi::check_disjoint(written, tensor);
+    }
+  }
+  for (const Tensor& tensor : {residual, weight}) ffi::check_disjoint(out, tensor);
+  for (const Tensor& tensor : {residual_out, normed, residual, weight}) {
+    ffi::check_same_device(tensor, a);
+  }
+  params.residual = residual.data();
+  params.norm_weight = weight.data();
+  params.residual_out = residual_out.data();
+  params.normed = normed.data();
+}
+
+#endif
+
 }  // namespace
 }  // namespace flashinfer
 
@@ -35,6 +74,9 @@ FLASHINFER_FFI_EXPORT(one_row, args) {
   const int64_t splits = args.integer_in("splits", 1, 8);
   const bool enable_pdl = args.flag("pdl");
   const bool weight_ready = args.flag("weight_ready");
+#if FLASHINFER_CFG_NORM
+  ffi::Args norm = args.group("norm", 5);
+#endif
   args.all_taken();
 
   for (const ffi::Tensor& tensor : {a, b, out}) check_rows(tensor);
@@ -59,8 +101,12 @@ FLASHINFER_FFI_EXPORT(one_row, args) {
   for (const ffi::Tensor& tensor : {b, out, bias}) {
     if (tensor) ffi::check_same_device(tensor, a);
   }
-  if (n == 0) return;
   OneRowParams params = {};
+#if FLASHINFER_CFG_NORM
+  take_norm(norm, params, a, b, bias, out);
+  norm.all_taken();
+#endif
+  if (n == 0) return;
   params.a = a.data();
   params.b = b.data();
   params.b_stride = b.stride(0);

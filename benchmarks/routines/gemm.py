@@ -40,6 +40,20 @@ def _build_mm(case: Namespace, device: str) -> Arguments:
     return {"a": _rows(case, case.batch_size, device), "b": weight.T, "out": _out(case, device)}
 
 
+def _build_normed(case: Namespace, device: str) -> Arguments:
+    """One row, whatever the batch size."""
+    dtype, k, n = torch.bfloat16, case.hidden_size, case.output_size
+    return {
+        "input": make_tensor(1, k, dtype=dtype, device=device),
+        "residual": make_tensor(1, k, dtype=dtype, device=device),
+        "norm_weight": make_tensor(k, dtype=dtype, device=device),
+        "b": make_tensor(k, n, dtype=dtype, device=device),
+        "out": torch.empty(1, n, dtype=dtype, device=device),
+        "residual_out": torch.empty(1, k, dtype=dtype, device=device),
+        "normed_out": torch.empty(1, k, dtype=dtype, device=device),
+    }
+
+
 def _build_groupwise(case: Namespace, device: str) -> Arguments:
     m, n, blocks = case.batch_size, case.output_size, case.hidden_size // _SCALE_BLOCK
     return {
@@ -93,6 +107,24 @@ register(
             4.0 * arguments["a"].shape[1] ** 0.5, 64
         ),
         backends={"cuda": Backend("flashinfer.gemm:mm_bf16"), "torch": Backend(_matmul)},
+    )
+)
+register(
+    Routine(
+        name="add_rmsnorm_mm_bf16",
+        api="flashinfer.gemm:add_rmsnorm_mm_bf16",
+        flags=[
+            Flag("output_size", positive, 5120, "columns of the product"),
+            Flag("hidden_size", positive, 2048, "elements of the row, at most 4096"),
+        ],
+        build=_build_normed,
+        reads=["input", "residual", "norm_weight", "b"],
+        writes=["out", "residual_out", "normed_out"],
+        flops=lambda case: int(2 * case.output_size * case.hidden_size),
+        check_options=lambda template, arguments: _options(
+            12.0 * arguments["input"].shape[1] ** 0.5, 64
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_bf16")},
     )
 )
 register(

@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from .engine import Engine, SamplingParams
 from .layers.attention import Rope
-from .layers.linear import Product
+from .layers.linear import Product, Sum, takes_sums
 from .layers.mixture import Mixture, Router
 from .model import Model
 
@@ -214,7 +214,11 @@ class NotedGate:
         self.gate, self.inputs = gate, gate.inputs
         self.last: dict[int, torch.Tensor] = {}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_sums(self) -> bool:
+        return takes_sums(self.gate)
+
+    def __call__(self, x: torch.Tensor | Sum) -> torch.Tensor:
         self.last[len(x)] = logits = self.gate(x)
         return logits
 

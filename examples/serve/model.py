@@ -12,6 +12,8 @@ from torch.nn.functional import embedding
 from .batch import Batch as Batch
 from .config import ModelConfig
 from .invariance import in_tiles, padded, round_up
+from .layers.body import Block
+from .layers.linear import Sum
 from .layers.norm import Norm
 from .layers.weights import Weights
 from .models import architectures
@@ -141,12 +143,23 @@ class Model:
         x = in_tiles(batch.tile, self.blocks[0].norm, residual)
         norms = [block.norm for block in self.blocks[1:]] + [self.norm]
         for number, (block, cache, norm) in enumerate(zip(self.blocks, caches, norms, strict=True)):
-            x = block.body(x, batch, cache)
-            if batch.tile is None and self._rounds[number]:
+            given, x = x, block.body(x, batch, cache)
+            residual = given.total if isinstance(given, Sum) else residual
+            if self._joins(number, block, batch):
+                x = norm.later(x, residual)
+            elif batch.tile is None and self._rounds[number]:
                 x = norm.add_rounded(x if block.after is None else block.after(x), residual)
             else:
                 x = in_tiles(batch.tile, partial(self._add, block.after, norm), x, residual)
         return x
+
+    def _joins(self, number: int, block: Block, batch: Batch) -> bool:
+        """Whether the next block's first product computes the norm of its one row."""
+        if len(batch.tokens) != 1 or number + 1 == len(self.blocks) or self._parallel is not None:
+            return False
+        after = self.blocks[number + 1]
+        joins = block.after is None and not after.norm.plus_one and after.body.takes_sums
+        return batch.tile is None and joins
 
     def _add(
         self, after: Norm | None, norm: Norm, x: torch.Tensor, residual: torch.Tensor

@@ -18,7 +18,7 @@ from ..gemm._launch import STARTS_EARLY, launch
 from ..gemm._tuning import is_tuning
 from ..jit.gemm import GATED
 from ..quantization._kernels import quantize_rows
-from . import four_bit
+from . import four_bit, one_token
 from .maps import RowMap, combine, map_rows
 from .together import build_together
 from .tuning import compute_batches
@@ -143,6 +143,11 @@ class Experts:
         )
         buffers = allocate(shape, workspace, x.device)
         x_scale, hidden_scale = None, buffers.get("hidden_scale")
+        if self._is_plain and one_token.takes(x, out, self.fc1, self.fc2, top_k):
+            weights_of_both, at = (self.fc1, self.fc2), self.first_expert
+            return one_token.multiply(
+                out, buffers["hidden"], x, *weights_of_both, chosen, weights, at, enable_pdl
+            )
         rows = RowMap(buffers["offsets"], buffers["row_token"], buffers["entry_row"])
         first, second = self._problems(tokens * top_k, x.dtype, out.dtype)
         if self.scheme != "four_bit" and x.is_cuda:
@@ -167,6 +172,16 @@ class Experts:
             starts_early=self.scheme != "four_bit",
         )
         return out
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether there are but weights and a gate by SiLU."""
+        return (
+            self.activation == "swiglu_gate_last"
+            and self.scheme == "none"
+            and self.gate is None
+            and self.biases == (None, None)
+        )
 
     def _multiply_four_bit(
         self,

@@ -126,7 +126,8 @@ def cutlass_fused_moe(
     ``e = token_selected_experts[t, j]``. Products are summed in float32. A token's results are
     rounded to the output's dtype, weighted in float32 and summed in the order of its choices, so
     that equal calls give equal bits and other tokens of the batch change nothing but the choice of
-    tiles.
+    tiles. A single token with 16-bit weights, SwiGLU and neither biases nor constants has kernels
+    of its own, which round the weighted sum alone.
 
     Parameters
     ----------

@@ -26,12 +26,12 @@ def takes(a: Any, b: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def one_row_kernel(device: torch.device, n: int, k: int) -> tuple[Kernel, int]:
-    """The kernel for a product, and how many CTAs divide k.
+def one_row_kernel(device: torch.device, n: int, k: int, norm: bool = False) -> tuple[Kernel, int]:
+    """The kernel for a product, perhaps of a norm, and how many CTAs divide k.
 
-    All CTAs run at once, two of an SM. docs/tuning/serving_step.md has the measurements.
+    All CTAs run at once, three of an SM. docs/tuning/serving_step.md has the measurements.
     """
-    most = 2 * get_device_sm_count(device)
+    most = 3 * get_device_sm_count(device)
     columns = next((size for size in COLUMNS if -(-n // size) <= most), COLUMNS[-1])
     splits = 1
     while (
@@ -40,5 +40,5 @@ def one_row_kernel(device: torch.device, n: int, k: int) -> tuple[Kernel, int]:
         and k >= 2 * splits * _LEAST_PART
     ):
         splits *= 2
-    module = gen_one_row_module(OneRowConfig(torch.bfloat16, columns)).build_and_load()
+    module = gen_one_row_module(OneRowConfig(torch.bfloat16, columns, norm)).build_and_load()
     return module.one_row, splits

@@ -84,6 +84,22 @@ class MoeCombineConfig(ModuleConfig):
         check_dtype("output", self.dtype_out, FLOAT)
 
 
+@dataclass(frozen=True)
+class MoeTokenConfig(ModuleConfig):
+    """The dtype of token and weights, and the type of the experts' numbers select code."""
+
+    module: ClassVar[str] = "moe_token"
+    supported_major_versions: ClassVar[tuple[int, ...] | None] = (9,)
+
+    dtype: torch.dtype
+    index: str
+
+    def __post_init__(self) -> None:
+        check_dtype("input", self.dtype, _ROWS)
+        if self.index not in ("int32", "int64"):
+            raise ValueError(f"`index` must be int32 or int64, got {self.index!r}")
+
+
 def _route_cases() -> Iterator[MoeRouteConfig]:
     for experts_per_lane in (4, 8):  # 128 and 256 experts
         yield MoeRouteConfig(torch.float32, "softmax", experts_per_lane)
@@ -102,6 +118,10 @@ def _map_cases() -> Iterator[MoeMapConfig]:
 def _combine_cases() -> Iterator[MoeCombineConfig]:
     for dtype in _ROWS:
         yield MoeCombineConfig(dtype, dtype)
+
+
+def _token_cases() -> Iterator[MoeTokenConfig]:
+    yield MoeTokenConfig(torch.bfloat16, "int32")
 
 
 def _deepseek_route_cases() -> Iterator[MoeRouteConfig]:
@@ -136,3 +156,9 @@ def gen_moe_map_module(config: MoeMapConfig) -> JitSpec:
 def gen_moe_combine_module(config: MoeCombineConfig) -> JitSpec:
     """The module with ``moe_combine`` for one configuration."""
     return JitSpec.from_config(config, ["moe_combine.cu", "moe_combine_jit_binding.cc"])
+
+
+@register_generator(aot=_token_cases, presets=dict.fromkeys(("moe", "qwen3-moe"), _token_cases))
+def gen_moe_token_module(config: MoeTokenConfig) -> JitSpec:
+    """The module with ``moe_token`` for one configuration."""
+    return JitSpec.from_config(config, ["moe_token.cu", "moe_token_jit_binding.cc"])

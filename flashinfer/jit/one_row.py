@@ -18,13 +18,14 @@ COLUMNS = (64, 128)
 
 @dataclass(frozen=True)
 class OneRowConfig(ModuleConfig):
-    """Selects code: the type, and the columns of a CTA."""
+    """Selects code: the type, the columns of a CTA, and whether the row is a norm's."""
 
     module: ClassVar[str] = "one_row"
     supported_major_versions: ClassVar[tuple[int, ...] | None] = (9,)
 
     dtype: torch.dtype
     columns: int
+    norm: bool = False
 
     def __post_init__(self) -> None:
         check_dtype("a", self.dtype, (torch.float16, torch.bfloat16))
@@ -34,7 +35,8 @@ class OneRowConfig(ModuleConfig):
 
 def _configs() -> Iterator[OneRowConfig]:
     for columns in COLUMNS:
-        yield OneRowConfig(torch.bfloat16, columns)
+        for norm in (False, True):
+            yield OneRowConfig(torch.bfloat16, columns, norm)
 
 
 @register_generator(aot=_configs, presets={"llama-bf16": _configs})

@@ -149,6 +149,11 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return *std::max_element(all, all + 32);
 }
 
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  const unsigned* all = emulation::block.exchange(value);
+  return *std::min_element(all, all + 32);
+}
+
 inline unsigned __reduce_add_sync(unsigned, unsigned value) {
   const unsigned* all = emulation::block.exchange(value);
   unsigned sum = 0;

@@ -18,16 +18,17 @@ namespace {
 
 using BF16 = dtype::bfloat16;
 
+// Numbers, and NaN after them.
 struct Array {
   std::vector<uint4> storage;
-  Array(Random& random, size_t size) : storage(size / 8 + 1) {
+  Array(Random& random, size_t size) : storage(size / 8 + 512, uint4{~0u, ~0u, ~0u, ~0u}) {
     for (size_t i = 0; i < size; ++i) data()[i] = from_float<BF16>(random.normal());
   }
   BF16* data() { return reinterpret_cast<BF16*>(storage.data()); }
   double operator[](size_t i) { return to_float(data()[i]); }
 };
 
-template <int kColumns>
+template <int kColumns, bool kNorm>
 bool check(Random& random) {
   const int n = 8 * random.integer(1, 40), k = 8 * random.integer(1, 90);
   const int stride = n + 8 * random.integer(0, 2);
@@ -41,7 +42,28 @@ bool check(Random& random) {
   params.n = n;
   params.k = k;
   params.weight_ready = random.one_in(2);
-  launch_one_row<OneRowTraits<BF16, kColumns>>(params, 1, false, nullptr);
+  Array residual(random, k), weight(random, k), total(random, k), normed(random, k);
+  params.residual = residual.data();
+  params.norm_weight = weight.data();
+  params.residual_out = total.data();
+  params.normed = normed.data();
+  params.eps = 0.1f;
+  launch_one_row<OneRowTraits<BF16, kColumns, kNorm>>(params, 1, false, nullptr);
+  if (kNorm) {
+    double squares = 0.;
+    for (int i = 0; i < k; ++i) squares += (a[i] + residual[i]) * (a[i] + residual[i]);
+    for (int i = 0; i < k; ++i) {
+      const double sum = a[i] + residual[i];
+      const double expected = sum / std::sqrt(squares / k + 0.1) * weight[i];
+      const bool right = std::fabs(total[i] - sum) <= 0.004 * std::fabs(sum) &&
+                         std::fabs(normed[i] - expected) <= 0.0041 * std::fabs(expected) + 1e-6;
+      if (!right) {
+        std::printf("norm of %d, element %d: got %g, expected %g\n", k, i, normed[i], expected);
+        return false;
+      }
+    }
+    a = normed;
+  }
   for (int c = 0; c < n; ++c) {
     double y = params.bias != nullptr ? bias[c] : 0., size = std::fabs(y);
     for (int i = 0; i < k; ++i) {
@@ -61,6 +83,8 @@ bool check(Random& random) {
 
 int main(int, char** argv) {
   using namespace flashinfer;
-  return run_cases(std::atoi(argv[1]), Random(7),
-                   [](Random& random) { return check<64>(random) && check<128>(random); });
+  return run_cases(std::atoi(argv[1]), Random(7), [](Random& random) {
+    return check<64, false>(random) && check<128, false>(random) && check<64, true>(random) &&
+           check<128, true>(random);
+  });
 }

@@ -5,6 +5,7 @@
 The calls are in the other files ``example_*.py``. The files are committed, and
 ``test_definitions.py`` checks that the code writes them. This run also writes their list, which is:
 
+    add_rmsnorm_mm_bf16_n128_k2048.json
     append_paged_kv_cache_fused_hnd_ps16_kv8_d128.json
     append_paged_kv_cache_fused_ps16_kv8_d128.json
     append_paged_kv_cache_hnd_ps16_kv8_d128.json

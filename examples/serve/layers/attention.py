@@ -13,7 +13,7 @@ from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
 from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cut, Cuts
-from .linear import Codes, Fp8Blocks, Product
+from .linear import Codes, Fp8Blocks, Product, Sum, sum_parts, takes_sums
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -188,7 +188,13 @@ class Attention(Body):
     def takes_codes(self) -> bool:
         return isinstance(self.qkv, Fp8Blocks)
 
-    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_sums(self) -> bool:
+        return takes_sums(self.qkv)
+
+    def __call__(
+        self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: torch.Tensor
+    ) -> torch.Tensor:
         q, k, v, gate = in_tiles(batch.tile, self._project, x)
         q = self._place(q, k, v, batch, cache)
         return in_tiles(batch.tile, self._finish, self._attend(q, batch, cache), gate)
@@ -203,6 +209,7 @@ class Attention(Body):
         turn = [] if self._is_fused else [lambda: self._turn(q, k, batch().rotations)]
         return [
             lambda: self.qkv(x),
+            *sum_parts(self.qkv, x),
             *turn,
             lambda: self._place(q, k, k, batch(), cache),
             lambda: self._finish(q.flatten(1), gate),
@@ -210,7 +217,7 @@ class Attention(Body):
         ]
 
     def _project(
-        self, x: torch.Tensor | Codes
+        self, x: torch.Tensor | Codes | Sum
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys, values and gates of normalised rows."""
         heads, kv_heads, dim = self.spec.heads, self.spec.kv_heads, self.spec.dim

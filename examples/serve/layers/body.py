@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..batch import Batch
-from .linear import Codes
+from .linear import Codes, Sum
 from .norm import Norm
 
 LaterBatch = Callable[[], Batch]
@@ -35,6 +35,11 @@ class Body:
         """Whether a product of 8-bit weights alone reads its input, which may then be `Codes`."""
         return False
 
+    @property
+    def takes_sums(self) -> bool:
+        """Whether the first product that reads its input may get a `Sum` of one row."""
+        return False
+
     def page_shape(self, page_size: int) -> tuple[int, ...] | None:
         """Shape of a page of the cache; None: it keeps nothing of a token."""
         return None
@@ -43,7 +48,7 @@ class Body:
         """State of a request of any length, ``[slots, ...]`` each; None: it has none."""
         return None
 
-    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any) -> torch.Tensor:
         """Result for normalised rows; `cache` are its pages or its state."""
         raise NotImplementedError
 

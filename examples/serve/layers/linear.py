@@ -24,7 +24,7 @@ class Product(Protocol):
     def inputs(self) -> int:
         """Columns of `x`."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: Any) -> torch.Tensor: ...
 
 
 @dataclass
@@ -47,6 +47,34 @@ class Codes:
 
 
 @dataclass
+class Sum:
+    """A row that products of 16-bit weights take instead of the norm of ``x + residual``.
+
+    The first of them computes the norm, too: see `Linear`.
+
+    Attributes
+    ----------
+    x, residual : torch.Tensor
+        ``[1, columns]``.
+    weight, eps : torch.Tensor and float
+        The norm's.
+    total, normed : torch.Tensor
+        Sum and norm, once the product has been computed.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+
+    def __post_init__(self) -> None:
+        self.total, self.normed = torch.empty_like(self.x), torch.empty_like(self.x)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass
 class Linear:
     """Weights of 16 bits.
 
@@ -62,7 +90,17 @@ class Linear:
     def inputs(self) -> int:
         return len(self.weight)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @functools.cached_property
+    def takes_sums(self) -> bool:
+        """Whether one row may be a `Sum`."""
+        name = "add_rmsnorm_mm_bf16"
+        return self._is_ready and self.inputs <= 4096 and hasattr(kernels.gemm, name)
+
+    def __call__(self, x: torch.Tensor | Sum) -> torch.Tensor:
+        if isinstance(x, Sum):
+            row = x.x, x.residual, x.weight, self.weight, self.bias, x.eps
+            outs = {"residual_out": x.total, "normed_out": x.normed}
+            return kernels.gemm.add_rmsnorm_mm_bf16(*row, **outs, weight_ready=True)[0]
         if len(x) == 1 and self._is_ready:
             product = kernels.gemm.mm_bf16
             return product(x.contiguous(), self.weight, self.bias, pdl=True, **_ready(product))
@@ -79,6 +117,18 @@ class Linear:
             and all(size % 8 == 0 and size <= 1 << 15 for size in self.weight.shape)
             and bool(_ready(kernels.gemm.mm_bf16))
         )
+
+
+def takes_sums(product: Product) -> bool:
+    """Whether a product takes a `Sum`."""
+    return getattr(product, "takes_sums", False)
+
+
+def sum_parts(product: Product, x: torch.Tensor) -> list[Callable[[], Any]]:
+    """As `Body.parts`: the product of a `Sum` like `x`, if there is one."""
+    if len(x) != 1 or not takes_sums(product):
+        return []
+    return [lambda: product(Sum(x, x, x[0], 1.0))]
 
 
 @functools.cache

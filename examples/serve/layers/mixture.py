@@ -12,7 +12,7 @@ from ..batch import Batch
 from .body import Body, LaterBatch
 from .division import EXPERT_COLUMNS, EXPERT_ROWS, WHOLE, Cuts
 from .experts import Experts, RoutedLayer
-from .linear import Product
+from .linear import Product, Sum, sum_parts, takes_sums
 from .mlp import Mlp, SquaredMlp
 from .weights import Weights
 
@@ -77,8 +77,14 @@ class Mixture(Body):
     def __post_init__(self) -> None:
         self._layer: RoutedLayer | None = None
 
-    def __call__(self, x: torch.Tensor, batch: Batch, cache: Any = None) -> torch.Tensor:
-        out = self._routed(x, self.router.gate(x))
+    @property
+    def takes_sums(self) -> bool:
+        return takes_sums(self.router.gate)
+
+    def __call__(self, x: torch.Tensor | Sum, batch: Batch, cache: Any = None) -> torch.Tensor:
+        logits = self.router.gate(x)
+        x = x.normed if isinstance(x, Sum) else x
+        out = self._routed(x, logits)
         return out if self.shared is None else out.add_(self.shared(x))
 
     def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
@@ -89,6 +95,7 @@ class Mixture(Body):
             lambda: self.experts(x, weights, numbers.repeat(len(x), 1)),
             lambda: self._routed(x, logits),  # the same experts' kernels, and the router's
             lambda: self.router.gate(x),
+            *sum_parts(self.router.gate, x),
         ]
         if (shared := self.shared) is not None:
             parts += shared.parts(x, batch)

@@ -13,7 +13,7 @@ from ..batch import Batch
 from ..invariance import in_tiles
 from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cuts
-from .linear import BLOCK, Codes, Fp8Blocks, Product
+from .linear import BLOCK, Codes, Fp8Blocks, Product, Sum, sum_parts, takes_sums
 from .weights import Weights
 
 ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
@@ -57,7 +57,11 @@ class Mlp(Body):
     def takes_codes(self) -> bool:
         return isinstance(self.up, Fp8Blocks)
 
-    def rows(self, x: torch.Tensor | Codes) -> torch.Tensor:
+    @property
+    def takes_sums(self) -> bool:
+        return takes_sums(self.up)
+
+    def rows(self, x: torch.Tensor | Codes | Sum) -> torch.Tensor:
         return self.down(self._activate(self.up(x)))
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor | Codes:
@@ -70,9 +74,12 @@ class Mlp(Body):
 
     def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         gates = x.new_zeros(len(x), 2 * self.down.inputs)
-        return [lambda: self.up(x), lambda: self.down(self._activate(gates))]
+        sums = sum_parts(self.up, x)
+        return [lambda: self.up(x), *sums, lambda: self.down(self._activate(gates))]
 
-    def __call__(self, x: torch.Tensor | Codes, batch: Batch, cache: Any = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any = None
+    ) -> torch.Tensor:
         return in_tiles(batch.tile, self.rows, x)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
-from .linear import BLOCK, Codes
+from .linear import BLOCK, Codes, Sum
 
 
 @dataclass
@@ -38,6 +38,10 @@ class Norm:
             kernels.gemma_fused_add_rmsnorm(x, residual, self.weight, self.eps)
         else:
             kernels.fused_add_rmsnorm(x, residual, self.weight, self.eps)
+
+    def later(self, x: torch.Tensor, residual: torch.Tensor) -> Sum:
+        """What `add` gives, for a product to compute."""
+        return Sum(x, residual, self.weight, self.eps)
 
     @property
     def rounds(self) -> bool:

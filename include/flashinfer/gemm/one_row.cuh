@@ -1,4 +1,5 @@
-// A row times weights [k, n] that are read once: out = a b + bias.
+// A row times weights [k, n] that are read once: out = a b + bias. With a norm the row is that of
+// the sum of `a` and a residual, which each CTA computes.
 //
 // A CTA has kColumns columns and a part of k, which the CTAs of a cluster divide. A thread has
 // eight columns and every so many rows of b; it multiplies 16 bytes at a time in float, while the
@@ -10,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/collective/block_reduce.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
@@ -19,7 +21,7 @@
 
 namespace flashinfer {
 
-template <typename T_, int kColumns_>
+template <typename T_, int kColumns_, bool kNorm_ = false>
 struct OneRowTraits {
   using T = T_;
   static constexpr int kColumns = kColumns_;  // 64 or 128
@@ -31,6 +33,8 @@ struct OneRowTraits {
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
   static constexpr int kCtas = 3;                   // of an SM
+  static constexpr bool kNorm = kNorm_;
+  static constexpr int kNormLoads = 2;  // vectors of a thread: k is at most 4096 with a norm
 };
 
 // For the sums of warps and CTA, and for the part of `a`.
@@ -38,6 +42,77 @@ template <typename Traits>
 inline constexpr uint32_t one_row_shared_bytes(uint32_t filled) {
   return filled * sizeof(typename Traits::T) +
          (Traits::kWarps + 1) * Traits::kColumns * sizeof(float);
+}
+
+// A thread's part of the norm's weight.
+template <typename Traits>
+struct OneRowNormWeight {
+  using T = typename Traits::T;
+  Vector<T, Traits::kWide> part[Traits::kNormLoads];
+
+  __device__ __forceinline__ void load(const OneRowParams& params) {
+#pragma unroll
+    for (int i = 0; i < Traits::kNormLoads; ++i) {
+      const uint32_t at = Traits::kWide * (threadIdx.x + i * Traits::kThreads);
+      if (at < params.k) part[i].load(static_cast<const T*>(params.norm_weight) + at);
+    }
+  }
+};
+
+// The norm of the sum with a residual, which every CTA computes; the first one writes both.
+template <typename Traits>
+__device__ __forceinline__ void one_row_norm(const OneRowParams& params,
+                                             const OneRowNormWeight<Traits>& weight, float* scratch,
+                                             typename Traits::T* part, uint32_t begin,
+                                             uint32_t there) {
+  using T = typename Traits::T;
+  constexpr int kWide = Traits::kWide, kLoads = Traits::kNormLoads;
+  constexpr uint32_t kStride = kWide * Traits::kThreads;
+  const uint32_t first = kWide * threadIdx.x;
+  Vector<T, kWide> x[kLoads], residual[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t at = first + i * kStride;
+    x[i].clear();
+    residual[i].clear();
+    if (at >= params.k) continue;
+    x[i].load(static_cast<const T*>(params.a) + at);
+    residual[i].load(static_cast<const T*>(params.residual) + at);
+  }
+  for (uint32_t at = there + first; at < params.filled; at += kStride) {
+    Vector<T, kWide> zero;
+    zero.clear();
+    zero.store(part + at);
+  }
+  float h[kLoads][kWide];
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) {
+      h[i][e] = x[i][e] + residual[i][e];
+      squares = fmaf(h[i][e], h[i][e], squares);
+    }
+  }
+  squares = block_reduce_sum(squares, scratch, Traits::kWarps);
+  const float scale = rsqrtf(squares / static_cast<float>(params.k) + params.eps);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint32_t at = first + i * kStride;
+    if (at >= params.k) continue;
+    float y[kWide];
+#pragma unroll
+    for (int e = 0; e < kWide; ++e) y[e] = h[i][e] * scale * weight.part[i][e];
+    Vector<T, kWide> normed;
+    normed.from_floats(y);
+    if (at >= begin && at < begin + there) normed.store(part + at - begin);
+    if (blockIdx.x == 0) {
+      Vector<T, kWide> sum;
+      sum.from_floats(h[i]);
+      sum.store(static_cast<T*>(params.residual_out) + at);
+      normed.store(static_cast<T*>(params.normed) + at);
+    }
+  }
 }
 
 template <typename Traits>
@@ -62,27 +137,33 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const int64_t step = Traits::kStep * params.b_stride;
 
   Vector<T, kWide> loaded[kLoads];
+  OneRowNormWeight<Traits> norm_weight;
   if (!params.weight_ready) ptx::grid_dependency_wait();
+  if constexpr (Traits::kNorm) norm_weight.load(params);
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     loaded[i].clear();
-    if (own_row + i * Traits::kStep < rows_left) loaded[i].load_streaming(weights + i * step);
+    if (own_row + i * Traits::kStep < rows_left) loaded[i].load_streaming(weights);
+    weights += step;
   }
   if (params.weight_ready) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
 
-  // What is beyond the part is zero.
-  for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
-    Vector<T, kWide> x;
-    x.clear();
-    if (at < there) x.load(static_cast<const T*>(params.a) + begin + at);
-    x.store(part + at);
+  if constexpr (Traits::kNorm) {
+    one_row_norm<Traits>(params, norm_weight, warp_sums, part, begin, there);
+  } else {
+    // What is beyond the part is zero.
+    for (uint32_t at = kWide * threadIdx.x; at < params.filled; at += kWide * Traits::kThreads) {
+      Vector<T, kWide> x;
+      x.clear();
+      if (at < there) x.load(static_cast<const T*>(params.a) + begin + at);
+      x.store(part + at);
+    }
   }
   __syncthreads();
 
   float total[kWide] = {};
   for (uint32_t row = own_row; row < params.part; row += Traits::kChunk) {
-    weights += kLoads * step;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       float w[kWide];
@@ -90,10 +171,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
       Vector<T, 1> x;
       x.load(part + row + i * Traits::kStep);
       if (row + i * Traits::kStep + Traits::kChunk < rows_left) {
-        loaded[i].load_streaming(weights + i * step);
+        loaded[i].load_streaming(weights);
       } else {
         loaded[i].clear();
       }
+      weights += step;
 #pragma unroll
       for (int e = 0; e < kWide; ++e) total[e] = fmaf(x[0], w[e], total[e]);
     }
@@ -125,9 +207,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     __syncthreads();
   }
   // Pairs of columns; each CTA of the cluster has its share of them.
-  const uint32_t pairs = Traits::kColumns / 2 / splits;
-  for (uint32_t i = threadIdx.x; i < pairs; i += Traits::kThreads) {
-    const uint32_t at = 2 * (rank * pairs + i);
+  for (uint32_t i = rank + splits * threadIdx.x; i < Traits::kColumns / 2;
+       i += splits * Traits::kThreads) {
+    const uint32_t at = 2 * i;
     float y[2] = {};
     for (uint32_t s = 0; s < splits; ++s) {
       const uint64_t both = ptx::cluster_load_u64(ptx::cluster_address(sums + at, s));
@@ -154,8 +236,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 
 #ifndef __CUDACC_RTC__
 
-// n and k are multiples of 8, rows begin at multiples of 16 bytes; `splits` is a power of two up to
-// 8. cudaErrorInvalidValue if the part of `a` exceeds the shared memory.
+// n and k are multiples of 8, rows begin at multiples of 16 bytes; `splits` is at most 8.
+// cudaErrorInvalidValue if the part of `a` exceeds the shared memory.
 template <typename Traits>
 inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool enable_pdl,
                                   cudaStream_t stream) {
@@ -164,6 +246,9 @@ inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool ena
   params.filled = ceil_div<uint32_t>(params.part, Traits::kChunk) * Traits::kChunk;
   const uint32_t bytes = one_row_shared_bytes<Traits>(params.filled);
   if (bytes > kMostBytes) return cudaErrorInvalidValue;
+  if (Traits::kNorm && params.k > Traits::kNormLoads * Traits::kWide * Traits::kThreads) {
+    return cudaErrorInvalidValue;
+  }
   const auto kernel = one_row_kernel<Traits>;
   const cudaError_t error = cudaFuncSetAttribute(
       reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

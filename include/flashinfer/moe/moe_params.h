@@ -61,4 +61,17 @@ struct MoeCombineParams {
   bool starts_early;
 };
 
+// out = sum over j of weights[j] fc2[e] (silu(gate[e] x) * (value[e] x)), e = experts[j].
+struct MoeTokenParams {
+  const void* x;         // [size]
+  const void* fc1;       // [num_experts, 2 * inner, size]: rows of the values, then of the gates
+  const void* fc2;       // [num_experts, size, inner]
+  const void* experts;   // [top_k]; others than those of MoeMapParams count nothing
+  const float* weights;  // [top_k]
+  void* hidden;          // [top_k, inner], between the products
+  void* out;             // [size]
+  int64_t first_expert;
+  uint32_t num_experts, top_k, size, inner;
+};
+
 }  // namespace flashinfer

@@ -40,12 +40,18 @@ struct MoeBest {
   }
 
   __device__ __forceinline__ void reduce() {
+#if __CUDA_ARCH__ >= 800
+    const uint32_t largest = __reduce_max_sync(0xffffffffu, value);
+    index = __reduce_min_sync(0xffffffffu, value == largest ? index : 0xffffffffu);
+    value = largest;
+#else
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       const uint32_t other_value = __shfl_xor_sync(0xffffffffu, value, distance);
       const uint32_t other_index = __shfl_xor_sync(0xffffffffu, index, distance);
       take(other_value, other_index);
     }
+#endif
   }
 };
 
