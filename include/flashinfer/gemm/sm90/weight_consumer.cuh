@@ -276,7 +276,7 @@ class WeightConsumer {
     }
   }
 
-  // Of a CTA's only tile: adds up the warps' sums and, where CTAs split k, those of a cluster.
+  // Adds up the sums of the warps of a CTA that has one tile, and of a cluster where CTAs split k.
   __device__ __forceinline__ void finish_once(const WeightGemmWork& work, const Sums& sums) const {
     const WeightGemmEpilogue<Tile> epilogue(params_.gemm, work, partial_);
     const WeightSplit<Tile> split(shared_);

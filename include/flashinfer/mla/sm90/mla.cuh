@@ -14,7 +14,7 @@
 
 namespace flashinfer {
 
-// By a warp.
+// One warp does it.
 template <int kSharers>
 __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copies_by_threads) {
   constexpr int kWarps = 4;  // of a warpgroup

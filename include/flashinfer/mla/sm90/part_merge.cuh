@@ -155,7 +155,7 @@ class MlaPartMerge {
   __device__ __forceinline__ uint32_t place_address(int place) const {
     return shared_ + place * kRowBytes;
   }
-  // Of a row's parts, in fours.
+  // Weights of a row's parts lie in fours.
   __device__ __forceinline__ uint32_t weight_address(int row, int num_parts) const {
     return shared_ + Tile::kOffsetWeights + row * ceil_div(num_parts, 4) * 16;
   }

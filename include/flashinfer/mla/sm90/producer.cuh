@@ -129,7 +129,7 @@ class MlaProducer {
     return static_cast<uint32_t>(page) < params_.num_pages ? page : -1;
   }
 
-  // Of the item's first 32 boxes, and of the next ones.
+  // Page numbers of the item's first 32 boxes, and of the next ones.
   struct Pages {
     int first, next;
   };

@@ -1,4 +1,4 @@
-// What a CTA does: its range of the plan's items, and the first of them.
+// The work of a CTA: its range of the plan's items, and the first of them.
 #pragma once
 
 #include <flashinfer/mla/mla_params.h>
