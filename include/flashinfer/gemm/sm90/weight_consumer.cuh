@@ -295,11 +295,12 @@ class WeightConsumer {
         store(epilogue, block * 16, tile, sum);
       }
     }
-    if (Tile::kSplits == 1) return;
-    for (uint32_t i = warp_idx; i < split.blocks() * kTokenTiles; i += Tile::kWarps) {
-      float sum[4] = {};
-      split.add_up(i / kTokenTiles, i % kTokenTiles, sum);
-      store(epilogue, split.first_row(i / kTokenTiles), i % kTokenTiles, sum);
+    if constexpr (Tile::kSplits > 1) {
+      for (uint32_t i = warp_idx; i < split.blocks() * kTokenTiles; i += Tile::kWarps) {
+        float sum[4] = {};
+        split.add_up(i / kTokenTiles, i % kTokenTiles, sum);
+        store(epilogue, split.first_row(i / kTokenTiles), i % kTokenTiles, sum);
+      }
     }
   }
 
