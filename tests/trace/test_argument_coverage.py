@@ -115,6 +115,21 @@ def receives_the_result(operation: Operation, name: str, arguments: dict[str, An
         operation.api(**arguments, **{name: destination.double()})
 
 
+def receives(index: int) -> Callable[..., None]:
+    """A destination of one of several results."""
+
+    def case(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+        usual = operation.api(**clone_arguments(arguments))[index]
+        given = torch.full_like(usual, float("nan"))
+        assert operation.api(**clone_arguments(arguments), **{name: given})[index] is given
+        assert torch.equal(given, usual)
+        for wrong in (given.double(), given[:, :-1]):
+            with pytest.raises(ValueError, match=name):
+                operation.api(**arguments, **{name: wrong})
+
+    return case
+
+
 def receives_scales(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """A destination of scales where the operation has them as a result."""
     if name not in operation.template.outputs:
@@ -142,8 +157,7 @@ def is_a_hint(operation: Operation, name: str, arguments: dict[str, Any]) -> Non
 def adds_to_the_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """A vector of zeros is what None means; another one counts."""
     usual = _call(operation, {**arguments, name: None})
-    result = usual.get("returned", usual.get("out"))
-    assert result is not None
+    result = next(usual[key] for key in ("returned", "returned[0]", "out") if key in usual)
     zeros = result.new_zeros(result.shape[-1])
     assert _same(
         usual, {k: v for k, v in _call(operation, {**arguments, name: zeros}).items() if k in usual}
@@ -248,6 +262,8 @@ CASES: dict[str, Callable[..., None]] = {
     ).CASES["page_size"](operation, *rest),
 }
 
+SUM_CASES = CASES | {"out": receives(0), "residual_out": receives(1), "normed_out": receives(2)}
+
 
 @pytest.mark.parametrize(
     ("operation", "name"), OPTIONAL, ids=[f"{o.function.__name__}-{n}" for o, n in OPTIONAL]
@@ -270,7 +286,7 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
     if operation.template.op_type in moe_cases.OP_TYPES:
         general = moe_cases.CASES
     planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES, **segment_cases.CASES}
-    planned |= table_cases.CASES
+    planned |= table_cases.CASES | {"add_rmsnorm_mm_bf16": SUM_CASES}
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"
     cases[name](operation, name, operation.arguments(device=device))

@@ -19,7 +19,7 @@ HGMMA = (0x9F0, 0xDF0)  # the second waits for what came before
 HMMA, WARPGROUP, LDGSTS = 0x23C, 0x9C5, 0xFAE
 UTMALDG = (0x5B4, 0x3B4)  # the second into several CTAs
 LDL, STL = 0x983, 0x387
-# A module with two kernels of 9100 takes compilers 17 seconds of a core of 2.5 GHz beside other work.
+# A module with two kernels of 9100 takes compilers 17 seconds, on a core of 2.5 GHz in use.
 MOST_INSTRUCTIONS = 10_000
 
 
