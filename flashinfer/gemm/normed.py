@@ -1,7 +1,5 @@
 """Products of a row that a norm makes."""
 
-from __future__ import annotations
-
 import torch
 
 from .._common import checks
