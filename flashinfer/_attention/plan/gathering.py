@@ -148,22 +148,24 @@ def is_worth_gathering(
     backend = possible_backend(rows, device)
     if options.fixed_split_size is not None or (backend == "fa2" and not rotates):
         return False
-    found = estimate_kernels(kernel_model(rows, 0, 0, False, backend != "fa2"), requests)
-    copied = found.hopper_us
     if rotates:
         is_rotated_before = spec.backend != "fa3" and spec.q_data_type in FLOAT16
         if not is_rotated_before or spec.kv_data_type != spec.q_data_type:
             return False
         if bool((requests.kv_lengths() < requests.qo_lengths()).any()):
             return False  # a query before the first key has no position
-        copied = min(copied, found.portable_us)
-        others = found.portable_us * ROTATING
     else:
         tile_kv = hopper_tiles(
             spec.q_data_type, spec.kv_data_type, spec.head_dim_qk, spec.head_dim_vo
         ).tile_kv
         if not are_gathered(requests.page_size, tile_kv):
             return False
+    found = estimate_kernels(kernel_model(rows, 0, 0, False, backend != "fa2"), requests)
+    copied = found.hopper_us
+    if rotates:
+        copied = min(copied, found.portable_us)
+        others = found.portable_us * ROTATING
+    else:
         pages = kernel_model(spec, requests.page_size, 0, False, True)
         others = estimate_kernels(pages, requests).hopper_us
         if spec.backend == "auto":
