@@ -42,6 +42,11 @@ _warned: set[str] = set()
 _bucket_of = make_bucket_mapper([1 << i for i in range(25)], round_map=True)
 
 
+def is_hopper(cc: int) -> bool:
+    """Whether a compute capability, as 10 major + minor, is that of `HOPPER`."""
+    return cc == 90
+
+
 def _buckets_below(rows: int) -> tuple[int, ...]:
     """The call's bucket, and the smaller ones, which its operands have rows for."""
     largest = _bucket_of(rows)

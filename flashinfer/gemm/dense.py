@@ -18,7 +18,7 @@ from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_
 from ._choice import GemmProblem
 from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
 from ._one_row import one_row_kernel, takes
-from ._tuning import HOPPER, choose_product, choose_tiles, is_tuning
+from ._tuning import HOPPER, choose_product, choose_tiles, is_hopper, is_tuning
 
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_TOKENS = 64
@@ -31,12 +31,8 @@ call_on_change(_products.clear)
 _MOST_PRODUCTS = 1 << 14
 
 
-def _is_hopper(cc: int) -> bool:
-    return cc == 90
-
-
 _RUNS: dict[str, Runs] = {
-    "tinygemm": _is_hopper,
+    "tinygemm": is_hopper,
     "cublaslt": since(80),
     "cudnn": since(80),
     "auto": since(80),
@@ -243,7 +239,7 @@ def bmm_bf16(
     return _product(NAMES["A"], A, B, None, False, out, out_dtype, backend)
 
 
-@says_where_it_runs(_is_hopper)
+@says_where_it_runs(is_hopper)
 @flashinfer_api(trace=tinygemm_bf16_trace)
 def tinygemm_bf16(
     input: torch.Tensor,

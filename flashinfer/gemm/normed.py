@@ -9,17 +9,13 @@ from .._instrument.questions import says_where_it_runs
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.normed_product import add_rmsnorm_mm_bf16_trace
 from ._one_row import one_row_kernel
-from ._tuning import HOPPER
+from ._tuning import HOPPER, is_hopper
 
 MOST_K = 4096
 """Columns of the row: each thread block holds all of them."""
 
 
-def _is_hopper(capability: int) -> bool:
-    return capability == 90
-
-
-@says_where_it_runs(_is_hopper)
+@says_where_it_runs(is_hopper)
 @flashinfer_api(trace=add_rmsnorm_mm_bf16_trace)
 def add_rmsnorm_mm_bf16(
     input: torch.Tensor,
