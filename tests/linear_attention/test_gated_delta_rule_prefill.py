@@ -99,6 +99,18 @@ def test_state_carried_over_a_split_at_every_position(device):
         assert relative_error(state[0], states[-1]) < problem.tolerance
 
 
+@pytest.mark.parametrize("dim", [128, 64, 32])
+@pytest.mark.parametrize("has_initial", [True, False])
+def test_sequences_of_no_tokens_alone(device, dim, has_initial):
+    case = ([0, 0], 1, 1, 2, dim, dim, torch.bfloat16, torch.float32, True, 0.9)
+    problem = Problem(case, device)
+    final = torch.full_like(problem.initial, float("nan"))
+    initial = problem.initial if has_initial else None
+    out, state = problem.call(initial_state=initial, output_state=final)
+    assert state is final and out.shape == (0, 2, dim)
+    assert torch.equal(final, problem.initial if has_initial else torch.zeros_like(final))
+
+
 def test_checkpoints_and_slots(device):
     torch.manual_seed(2)
     case = ([200, 64, 130], 2, 2, 2, 128, 128, torch.bfloat16, torch.float32, True, 0.9)

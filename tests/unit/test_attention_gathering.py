@@ -38,6 +38,8 @@ def prefill(qo_lens: list[int], **options: Any) -> AttentionProblem:
         ([16], {"page_size": 1, "kv_indptr": int32(0, 60000)}, False),  # each key is read once
         ([8192], ROPE, True),
         ([8192], {**ROPE, "page_size": 16, "last_page_len": int32(16)}, True),
+        ([8192], {**ROPE, "backend": "fa2"}, True),
+        ([8192], {**ROPE, "head_dim_qk": 80, "head_dim_vo": 80}, True),
         ([8192], {**ROPE, "backend": "fa3"}, False),  # refused
         ([8192], {**ROPE, "kv_data_type": E4M3}, False),
         ([8192], {**ROPE, "kv_indptr": int32(0, 100)}, False),  # queries before the first key

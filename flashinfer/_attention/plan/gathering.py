@@ -20,7 +20,7 @@ from .launch import PlanOptions
 from .planner import estimate_kernels
 from .requests import ArgumentNames, AttentionProblem, Requests
 from .spec import AttentionSpec
-from .speeds import COPIES, ROTATING, are_gathered, kernel_model
+from .speeds import COPIES, ROTATING, SPEEDS, are_gathered, kernel_model
 from .tiles import hopper_tiles
 
 _ALIGNMENT = 1024  # bytes
@@ -160,8 +160,8 @@ def is_worth_gathering(
         ).tile_kv
         if not are_gathered(requests.page_size, tile_kv):
             return False
-    found = estimate_kernels(kernel_model(rows, 0, 0, False, backend != "fa2"), requests)
-    copied = found.hopper_us
+    found = estimate_kernels(kernel_model(_with_known_heads(rows), 0, 0, False, True), requests)
+    copied = found.hopper_us if backend != "fa2" else found.portable_us
     if rotates:
         copied = min(copied, found.portable_us)
         others = found.portable_us * ROTATING
@@ -195,6 +195,15 @@ def _rows_of(spec: AttentionSpec, paged: bool) -> AttentionSpec:
     layout = "NHD" if paged else spec.kv_layout
     mode = "NONE" if spec.pos_encoding_mode == "ROPE_LLAMA" else spec.pos_encoding_mode
     return dataclasses.replace(spec, pos_encoding_mode=mode, kv_layout=layout)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_known_heads(spec: AttentionSpec) -> AttentionSpec:
+    """The same with the smallest heads that hold its own among those whose times are known."""
+    own = spec.head_dim_qk, spec.head_dim_vo
+    holding = (dims for dims in SPEEDS if dims[0] >= own[0] and dims[1] >= own[1])
+    dim_qk, dim_vo = min(holding, default=max(SPEEDS))
+    return dataclasses.replace(spec, head_dim_qk=dim_qk, head_dim_vo=dim_vo)
 
 
 def _padded_bytes(shape: tuple[int, int, int], spec: AttentionSpec) -> int:
