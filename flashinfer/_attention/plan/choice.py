@@ -26,6 +26,7 @@ from .spec import AttentionSpec
 from .speeds import kernel_model
 
 BACKENDS = ("auto", "fa2", "fa3")
+_ROWS_FOR_HOPPER = 64  # of a request that decodes: with fewer, tiles of Hopper's are nearly empty
 
 
 class KernelChoice(NamedTuple):
@@ -76,18 +77,21 @@ def choose_kernel(
     if second is not None and spec.kv_data_type == PACKED_FLOAT4:
         raise ValueError("`kv_data_type` must not be uint8 (4 bits) in launches of two parts")
     decodes = requests.qo_indptr is None
-    backend = possible_backend(spec, device, decodes, second is not None, fixed_split_size)
+    rows = requests.tokens_per_request * spec.group_size if decodes else _ROWS_FOR_HOPPER
+    has_few_rows = rows < _ROWS_FOR_HOPPER or (
+        decodes and (fixed_split_size or spec.q_data_type not in FLOAT16)
+    )
+    backend = possible_backend(spec, device, has_few_rows, second is not None, fixed_split_size)
     if backend == "fa3":
         return hopper_choice(spec)
     second_tile = 0 if second is None else _second_tile(second)
-    if decodes:
-        rows = requests.tokens_per_request * spec.group_size
-        tile_q = decode_tile_q(rows, spec.tile_head_dim, spec.kv_data_type)
-        return KernelChoice("fa2", tile_q, second_tile)
-    found = estimate(spec, requests, 0, fixed_split_size, backend == "auto")
-    if found.hopper_us < found.portable_us:
-        return hopper_choice(spec)
-    return KernelChoice("fa2", found.tile_q, second_tile)
+    tile_q = decode_tile_q(rows, spec.tile_head_dim, spec.kv_data_type) if decodes else 0
+    if backend == "auto" or not decodes:
+        found = estimate(spec, requests, 0, fixed_split_size, backend == "auto")
+        if found.hopper_us < found.portable_us:
+            return hopper_choice(spec)
+        tile_q = tile_q or found.tile_q
+    return KernelChoice("fa2", tile_q, second_tile)
 
 
 def hopper_choice(spec: AttentionSpec) -> KernelChoice:
@@ -138,7 +142,7 @@ def estimate(
 def possible_backend(
     spec: AttentionSpec,
     device: torch.device,
-    decodes: bool = False,
+    has_few_rows: bool = False,
     two_parts: bool = False,
     fixed_split_size: bool = False,
 ) -> str:
@@ -150,8 +154,8 @@ def possible_backend(
         Its backend is what the caller wants.
     device : torch.device
         Device of the plan.
-    decodes : bool
-        Whether all requests have one number of query tokens, as those of decode wrappers.
+    has_few_rows : bool
+        Whether requests only decode, with so few query rows that most of a tile is empty.
     two_parts : bool
         Whether the launch has two sets of tensors.
     fixed_split_size : bool
@@ -160,8 +164,8 @@ def possible_backend(
     wanted = spec.backend
     if wanted == "fa2":
         return "fa2"
-    if wanted == "auto" and (decodes or not is_hopper(device)):
-        return "fa2"  # tiles of Hopper's are nearly empty where requests only decode
+    if wanted == "auto" and (has_few_rows or not is_hopper(device)):
+        return "fa2"
     missing = hopper.missing_on_hopper(spec.kernel_options, two_parts)
     if wanted == "fa3":
         if missing is None and device.type == "cuda" and not is_hopper(device):
