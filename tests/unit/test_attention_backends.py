@@ -185,6 +185,10 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
     return found if tensors.mask is None else found.with_mask(tensors.mask)
 
 
+# Eight requests of 4096 keys that decode some tokens each.
+DRAFTS = {"qo_indptr": None, "kv_indptr": int32(*range(0, 8 * 4096 + 1, 4096))}
+
+
 @pytest.mark.compiler
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
@@ -217,6 +221,8 @@ def problem(qo_lens: list[int], group: int = 4, **options: Any) -> AttentionProb
         ([1], {"backend": "fa3"}, "fa3"),
         ([1], {"q_data_type": E4M3, "kv_data_type": E4M3}, "fa3"),
         ([1], {"qo_indptr": None, "backend": "fa3"}, "fa3"),
+        ([16] * 8, {**DRAFTS, "tokens_per_request": 16}, "fa3"),
+        ([4] * 8, {**DRAFTS, "tokens_per_request": 4}, "fa2"),  # nearly empty tiles
     ],
 )
 def test_what_is_chosen(qo_lens: list[int], options: dict[str, Any], expected: str):
@@ -255,6 +261,8 @@ def test_there_is_a_rule_for_every_head_size():
 def test_what_depends_on_the_batch_is_not_chosen_for_results_that_must_not():
     for lengths in ([2048], [1], [1] * 64):
         assert choose_kernel(problem(lengths), CUDA, fixed_split_size=True)[0] == "fa3"
+    drafts = problem([16] * 8, **DRAFTS, tokens_per_request=16)
+    assert choose_kernel(drafts, CUDA, fixed_split_size=True)[0] == "fa2"
     other = problem([2048], head_dim_qk=160, head_dim_vo=160)
     assert choose_kernel(other, CUDA, fixed_split_size=True)[0] == "fa2"
     assert choose_kernel(problem([2048]), CUDA, second=problem([1]))[0] == "fa2"
