@@ -47,8 +47,8 @@ class MlaPortable {
   }
 
   __device__ __forceinline__ void run() {
-    const int end = params_.cta_begin[blockIdx.x + 1];
-    for (int i = params_.cta_begin[blockIdx.x]; i < end; ++i) attend(params_.items[i]);
+    const int* const begin = params_.cta_begin + blockIdx.x;
+    for (int i = begin[0]; i < begin[1]; ++i) attend(params_.items[i]);  // no register for the end
   }
 
  private:
