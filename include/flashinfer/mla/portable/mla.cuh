@@ -200,30 +200,34 @@ class MlaPortable {
         logits[m][j][0] = logits[m][j][1] = logits[m][j][2] = logits[m][j][3] = 0.f;
       }
     }
-    const int first_token = token_half_ * (Tile::kTokens / 2);
-    const int first_column = column_half_ * (Tile::kDim / 2);
-#pragma unroll 2
-    for (int column = 0; column < Tile::kDim / 2; column += 32) {
-      const int first_chunk = (first_column + column) / 8;
-      uint32_t q[2][2][4];
+    // Four steps of 16 columns are a line, so that addresses of the next line are a constant away.
+    const uint32_t first_byte = column_half_ * Tile::kDim;  // of 2 bytes a column, half of them
+    const int token = token_half_ * (Tile::kTokens / 2) + lane_idx_ / 16 * 8 + lane_idx_ % 8;
+    uint32_t q_at[4], k_at[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t byte = first_byte + 32 * t;
+      q_at[t] = shared_ + Row::offset(first_row_ + lane_idx_ % 16, byte + lane_idx_ / 16 * 16);
+      k_at[t] = kv + Row::offset(token % Tile::kTokens, byte + lane_idx_ / 8 % 2 * 16);
+    }
+#pragma unroll
+    for (int step = 0; step < Tile::kDim / 32; ++step) {
+      const uint32_t line = step / 4 * 128;
+      uint32_t q[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int chunk = first_chunk + 2 * k + lane_idx_ / 16;
-          const int row = first_row_ + 16 * m + lane_idx_ % 16;
-          ptx::ldmatrix_x4(q[m][k], shared_ + Row::offset(row, chunk * 16));
-        }
+        ptx::ldmatrix_x4(q[m], q_at[step % 4] + m * 16 * Row::kPitch + line);
       }
 #pragma unroll
-      for (int j = 0; j < Tile::kLogitTiles; ++j) {
+      for (int j = 0; j < Tile::kLogitTiles; j += 2) {
         uint32_t k[4];
-        const int chunk = first_chunk + lane_idx_ / 8;
-        ptx::ldmatrix_x4(k, kv + Row::offset(first_token + j * 8 + lane_idx_ % 8, chunk * 16));
+        ptx::ldmatrix_x4(k, k_at[step % 4] + j * 8 * Row::kPitch + line);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          ptx::mma_m16n8k16<T>(logits[m][j], q[m][0], k[0], k[1]);
-          ptx::mma_m16n8k16<T>(logits[m][j], q[m][1], k[2], k[3]);
+          ptx::mma_m16n8k16<T>(logits[m][j], q[m], k[0], k[1]);
+          if (j + 1 < Tile::kLogitTiles) {
+            ptx::mma_m16n8k16<T>(logits[m][j + 1], q[m], k[2], k[3]);
+          }
         }
       }
     }
@@ -350,21 +354,26 @@ class MlaPortable {
 
   // The team's 32 rows by a quarter of the columns, over all tokens of the tile.
   __device__ __forceinline__ void add_values(Output (&output)[2], uint32_t kv) const {
-    const int first_chunk = part_ * (kCkvChunks / Tile::kTeamWarps);
+    const uint32_t first_byte = part_ * (Tile::kOutputTiles * 16);
+    uint32_t v_at[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      v_at[t] = kv + Row::offset(lane_idx_ % 16, first_byte + 32 * t + lane_idx_ / 16 * 16);
+    }
 #pragma unroll
     for (int token = 0; token < Tile::kTokens; token += 16) {
+      const uint32_t weights_at =
+          shared_ + Tile::kOffsetWeights +
+          WeightRow::offset(first_row_ + lane_idx_ % 16, (token / 8 + lane_idx_ / 16) * 16);
       uint32_t weights[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const int row = first_row_ + 16 * m + lane_idx_ % 16;
-        ptx::ldmatrix_x4(weights[m], shared_ + Tile::kOffsetWeights +
-                                         WeightRow::offset(row, (token / 8 + lane_idx_ / 16) * 16));
+        ptx::ldmatrix_x4(weights[m], weights_at + m * 16 * WeightRow::kPitch);
       }
 #pragma unroll
       for (int j = 0; j < Tile::kOutputTiles; j += 2) {
         uint32_t v[4];
-        ptx::ldmatrix_x4_trans(
-            v, kv + Row::offset(token + lane_idx_ % 16, (first_chunk + j + lane_idx_ / 16) * 16));
+        ptx::ldmatrix_x4_trans(v, v_at[j / 2 % 4] + token * Row::kPitch + j / 8 * 128);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           ptx::mma_m16n8k16<T>(output[m][j], weights[m], v[0], v[1]);
