@@ -210,24 +210,29 @@ class MlaPortable {
       q_at[t] = shared_ + Row::offset(first_row_ + lane_idx_ % 16, byte + lane_idx_ / 16 * 16);
       k_at[t] = kv + Row::offset(token % Tile::kTokens, byte + lane_idx_ / 8 % 2 * 16);
     }
-#pragma unroll
-    for (int step = 0; step < Tile::kDim / 32; ++step) {
+    constexpr int kSteps = Tile::kDim / 32, kPairs = ceil_div(Tile::kLogitTiles, 2);
+    uint32_t q[2][2][4], k[2][kPairs][4];  // of a step and the next one
+    const auto load = [&](int step) {
       const uint32_t line = step / 4 * 128;
-      uint32_t q[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        ptx::ldmatrix_x4(q[m], q_at[step % 4] + m * 16 * Row::kPitch + line);
+        ptx::ldmatrix_x4(q[step % 2][m], q_at[step % 4] + m * 16 * Row::kPitch + line);
       }
 #pragma unroll
-      for (int j = 0; j < Tile::kLogitTiles; j += 2) {
-        uint32_t k[4];
-        ptx::ldmatrix_x4(k, k_at[step % 4] + j * 8 * Row::kPitch + line);
+      for (int j = 0; j < kPairs; ++j) {
+        ptx::ldmatrix_x4(k[step % 2][j], k_at[step % 4] + j * 16 * Row::kPitch + line);
+      }
+    };
+    load(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+      for (int j = 0; j < Tile::kLogitTiles; ++j) {
+        const uint32_t* const of_tile = k[step % 2][j / 2] + j % 2 * 2;
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          ptx::mma_m16n8k16<T>(logits[m][j], q[m], k[0], k[1]);
-          if (j + 1 < Tile::kLogitTiles) {
-            ptx::mma_m16n8k16<T>(logits[m][j + 1], q[m], k[2], k[3]);
-          }
+          ptx::mma_m16n8k16<T>(logits[m][j], q[step % 2][m], of_tile[0], of_tile[1]);
         }
       }
     }
