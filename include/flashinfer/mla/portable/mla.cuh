@@ -29,7 +29,8 @@ class MlaPortable {
   using WeightRow = typename Tile::WeightRow;
   using Logits = float[Tile::kLogitTiles][4];  // of 16 rows
   using Output = float[Tile::kOutputTiles][4];
-  using Rows = float[2];  // numbers of the thread's two rows of 16
+  using Rows = float[2];          // numbers of the thread's two rows of 16
+  static_assert(Row::kPermuted);  // whole lines
   static constexpr int kRowChunks = Tile::kDim / 8, kCkvChunks = Tile::kDimCkv / 8;
 
  public:
@@ -146,12 +147,20 @@ class MlaPortable {
   template <int kThreadsOfRow>
   __device__ __forceinline__ static void copy_row(uint32_t target, int row, const T* ckv,
                                                   const T* kpe, bool exists) {
+    constexpr int kStepsOfLine = kThreadsOfRow < 8 ? 8 / kThreadsOfRow : 1;
+    const int thread = threadIdx.x % kThreadsOfRow;
+    uint32_t at[kStepsOfLine];  // places of the next lines are a constant away
+#pragma unroll
+    for (int i = 0; i < kStepsOfLine; ++i) {
+      at[i] = target + Row::offset(row, (i * kThreadsOfRow + thread) * 16);
+    }
 #pragma unroll
     for (int i = 0; i < ceil_div(kRowChunks, kThreadsOfRow); ++i) {
-      const int chunk = i * kThreadsOfRow + threadIdx.x % kThreadsOfRow;
+      const int chunk = i * kThreadsOfRow + thread;
       if (kRowChunks % kThreadsOfRow != 0 && chunk >= kRowChunks) break;
       const T* source = chunk < kCkvChunks ? ckv + chunk * 8 : kpe + (chunk - kCkvChunks) * 8;
-      ptx::cp_async_16(target + Row::offset(row, chunk * 16), source, exists);
+      const int further = i / kStepsOfLine * kStepsOfLine * kThreadsOfRow * 16;
+      ptx::cp_async_16(at[i % kStepsOfLine] + further, source, exists);
     }
   }
 
