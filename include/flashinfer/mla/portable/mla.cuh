@@ -69,7 +69,10 @@ class MlaPortable {
     load_queries(item);
     constexpr int kAhead = Tile::kStages - 1;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_tile(item, i);
+    for (int i = 0; i < kAhead; ++i) {
+      tile_copy(item, i).all();
+      ptx::cp_async_commit();
+    }
     const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor);
     const bool has_rows = item.row_begin + first_row_ < num_rows;
     const int num_tiles = ceil_div(item.kv_end - item.kv_begin, Tile::kTokens);
@@ -77,14 +80,21 @@ class MlaPortable {
       profile_.begin(MlaEvent::kLoad);
       if constexpr (kAhead == 0) {
         __syncthreads();  // the last tile has been read
-        load_tile(item, i);
+        tile_copy(item, i).all();
+        ptx::cp_async_commit();
       }
       ptx::cp_async_wait<kAhead == 0 ? 0 : kAhead - 1>();
       __syncthreads();  // this tile is there, and the last one has been read
-      if constexpr (kAhead > 0) load_tile(item, i + kAhead);
       profile_.end(MlaEvent::kLoad);
       const uint32_t kv = shared_ + Tile::kOffsetKv + i % Tile::kStages * Tile::kStageBytes;
-      if (has_rows) add_tile(output, kv, item.kv_begin + i * Tile::kTokens);
+      const int token = item.kv_begin + i * Tile::kTokens;
+      TileCopy next = kAhead == 0 ? TileCopy() : tile_copy(item, i + kAhead);
+      if (has_rows) {
+        add_tile(output, kv, token, next);
+      } else {
+        next.all();
+      }
+      if constexpr (kAhead > 0) ptx::cp_async_commit();
     }
     profile_.begin(MlaEvent::kOutput);
     finish(output, item);
@@ -92,6 +102,48 @@ class MlaPortable {
   }
 
   // ---- Copies ----
+
+  // Copies of a row of [ckv, kpe] by neighbouring threads, 16 bytes of each at a time.
+  template <int kThreadsOfRow>
+  struct RowCopy {
+    static constexpr int kCopies = ceil_div(kRowChunks, kThreadsOfRow);
+    static constexpr int kCopiesOfLine = kThreadsOfRow < 8 ? 8 / kThreadsOfRow : 1;
+
+    __device__ __forceinline__ RowCopy() = default;
+    __device__ __forceinline__ RowCopy(uint32_t target, int row, const T* ckv_row, const T* kpe_row,
+                                       bool row_exists)
+        : ckv(ckv_row + thread() * 8),
+          kpe(kpe_row + thread() * 8),
+          exists(row_exists),
+          wanted(true) {
+#pragma unroll
+      for (int i = 0; i < kCopiesOfLine; ++i) {
+        at[i] = target + Row::offset(row, (i * kThreadsOfRow + thread()) * 16);
+      }
+    }
+
+    __device__ __forceinline__ static int thread() { return threadIdx.x % kThreadsOfRow; }
+
+    __device__ __forceinline__ void copy(int i) const {
+      if (!wanted) return;
+      const int first = i * kThreadsOfRow;
+      if (kRowChunks % kThreadsOfRow != 0 && first + thread() >= kRowChunks) return;
+      const T* const source =
+          first + thread() < kCkvChunks ? ckv + first * 8 : kpe + (first - kCkvChunks) * 8;
+      const int lines = i / kCopiesOfLine * kCopiesOfLine * kThreadsOfRow * 16;
+      ptx::cp_async_16(at[i % kCopiesOfLine] + lines, source, exists);
+    }
+
+    __device__ __forceinline__ void all() const {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) copy(i);
+    }
+
+    const T *ckv, *kpe;  // the thread's first chunk
+    uint32_t
+        at[kCopiesOfLine];  // its places in a line; those in the next lines are a constant away
+    bool exists, wanted = false;  // a row that does not exist becomes zero
+  };
 
   // Packed rows of the tile; those that the request does not have become zero.
   __device__ __forceinline__ void load_queries(const MlaWorkItem& item) const {
@@ -106,10 +158,12 @@ class MlaPortable {
     const auto source = [&](const MlaRows& rows) {
       return static_cast<const T*>(rows.data) + token * rows.stride_token + head * rows.stride_head;
     };
-    copy_row<kThreadsOfRow>(shared_, row, source(params_.q_nope), source(params_.q_pe), exists);
+    RowCopy<kThreadsOfRow>(shared_, row, source(params_.q_nope), source(params_.q_pe), exists)
+        .all();
   }
 
   static constexpr int kThreadsOfToken = Tile::kThreads / Tile::kTokens;
+  using TileCopy = RowCopy<kThreadsOfToken>;
 
   __device__ __forceinline__ static int token_of(const MlaWorkItem& item, int tile) {
     return item.kv_begin + tile * Tile::kTokens + threadIdx.x / kThreadsOfToken;
@@ -122,54 +176,32 @@ class MlaPortable {
                                : -1;
   }
 
-  // Tile number `i` of the item; nothing after the last one. Always closes a group of copies. Asks
-  // for the next tile's page already, for which it would have to wait then.
-  __device__ __forceinline__ void load_tile(const MlaWorkItem& item, int i) {
-    if (item.kv_begin + i * Tile::kTokens < item.kv_end) {
-      const int token = token_of(item, i);
-      const bool exists = page_ >= 0 && page_ < params_.num_pages;
-      const int64_t page = exists ? page_ : 0;
-      const int64_t slot =
-          exists ? token - params_.page_size.divide(token) * params_.page_size.divisor : 0;
-      const auto source = [&](const MlaCache& cache) {
-        return static_cast<const T*>(cache.data) + page * cache.stride_page +
-               slot * cache.stride_token;
-      };
-      const uint32_t kv = shared_ + Tile::kOffsetKv + i % Tile::kStages * Tile::kStageBytes;
-      copy_row<kThreadsOfToken>(kv, threadIdx.x / kThreadsOfToken, source(params_.ckv),
-                                source(params_.kpe), exists);
-      page_ = page_of(item, i + 1);
-    }
-    ptx::cp_async_commit();
-  }
-
-  // A row of [ckv, kpe] by neighbouring threads, 16 bytes at a time.
-  template <int kThreadsOfRow>
-  __device__ __forceinline__ static void copy_row(uint32_t target, int row, const T* ckv,
-                                                  const T* kpe, bool exists) {
-    constexpr int kStepsOfLine = kThreadsOfRow < 8 ? 8 / kThreadsOfRow : 1;
-    const int thread = threadIdx.x % kThreadsOfRow;
-    uint32_t at[kStepsOfLine];  // places of the next lines are a constant away
-#pragma unroll
-    for (int i = 0; i < kStepsOfLine; ++i) {
-      at[i] = target + Row::offset(row, (i * kThreadsOfRow + thread) * 16);
-    }
-#pragma unroll
-    for (int i = 0; i < ceil_div(kRowChunks, kThreadsOfRow); ++i) {
-      const int chunk = i * kThreadsOfRow + thread;
-      if (kRowChunks % kThreadsOfRow != 0 && chunk >= kRowChunks) break;
-      const T* source = chunk < kCkvChunks ? ckv + chunk * 8 : kpe + (chunk - kCkvChunks) * 8;
-      const int further = i / kStepsOfLine * kStepsOfLine * kThreadsOfRow * 16;
-      ptx::cp_async_16(at[i % kStepsOfLine] + further, source, exists);
-    }
+  // Copies of tile number `i` of the item; none after the last one. Asks for the next tile's page
+  // already, for which it would have to wait then.
+  __device__ __forceinline__ TileCopy tile_copy(const MlaWorkItem& item, int i) {
+    if (item.kv_begin + i * Tile::kTokens >= item.kv_end) return TileCopy();
+    const int token = token_of(item, i);
+    const bool exists = page_ >= 0 && page_ < params_.num_pages;
+    const int64_t page = exists ? page_ : 0;
+    const int64_t slot =
+        exists ? token - params_.page_size.divide(token) * params_.page_size.divisor : 0;
+    page_ = page_of(item, i + 1);
+    const auto source = [&](const MlaCache& cache) {
+      return static_cast<const T*>(cache.data) + page * cache.stride_page +
+             slot * cache.stride_token;
+    };
+    const uint32_t kv = shared_ + Tile::kOffsetKv + i % Tile::kStages * Tile::kStageBytes;
+    return TileCopy(kv, threadIdx.x / kThreadsOfToken, source(params_.ckv), source(params_.kpe),
+                    exists);
   }
 
   // ---- A tile of KV ----
 
-  __device__ __forceinline__ void add_tile(Output (&output)[2], uint32_t kv, int token) {
+  __device__ __forceinline__ void add_tile(Output (&output)[2], uint32_t kv, int token,
+                                           const TileCopy& next) {
     Logits logits[2];
     profile_.begin(MlaEvent::kKeys);
-    multiply_keys(logits, kv);
+    multiply_keys(logits, kv, next);
     Logits own;
     exchange(logits, own);
     profile_.end(MlaEvent::kKeys);
@@ -200,8 +232,10 @@ class MlaPortable {
     ptx::named_barrier_sync(1 + team_, Tile::kTeamThreads);
   }
 
-  // The team's 32 rows by half of the tile's tokens, over half of the columns.
-  __device__ __forceinline__ void multiply_keys(Logits (&logits)[2], uint32_t kv) const {
+  // The team's 32 rows by half of the tile's tokens, over half of the columns. Copies of the next
+  // tile, which would wait for each other, are asked for one by one between the products.
+  __device__ __forceinline__ void multiply_keys(Logits (&logits)[2], uint32_t kv,
+                                                const TileCopy& next) const {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -236,6 +270,10 @@ class MlaPortable {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+      for (int i = 0; i < TileCopy::kCopies; ++i) {
+        if (i * kSteps / TileCopy::kCopies == step) next.copy(i);
+      }
 #pragma unroll
       for (int j = 0; j < Tile::kLogitTiles; ++j) {
         const uint32_t* const of_tile = k[step % 2][j / 2] + j % 2 * 2;
