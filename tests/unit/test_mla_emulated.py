@@ -57,11 +57,12 @@ def test_random_problems(emulator: Emulator, arch: int, dtype: str, dims: tuple[
     ("statement", "other"),
     one_by_default(
         [
-            ("__syncthreads();  // the weights are there", ""),
-            ("__syncthreads();  // the tile and the weights have been read", ""),
-            ("told(1 - half_, row_ + 8 * h)), largest_[h]", "largest[h]), largest_[h]"),
-            ("sum[h] = told(0, row_ + 8 * h) + told(1, row_ + 8 * h)", "sum[h] = sum_[h]"),
-            ("ptx::cp_async_wait<kAhead>();", "ptx::cp_async_wait<kAhead + 1>();"),
+            ("team_sync();  // the weights are there", ""),
+            ("__syncthreads();  // this tile is there, and the last one has been read", ""),
+            ("team_sync();  // the first half has been read", ""),
+            ("fmaxf(told(0, row), told(1, row))", "told(token_half_, row)"),
+            ("told(0, row) + told(1, row)", "told(0, row)"),
+            ("ptx::cp_async_wait<kAhead == 0 ? 0 : kAhead - 1>();", "ptx::cp_async_wait<1>();"),
         ]
     ),
 )

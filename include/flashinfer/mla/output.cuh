@@ -24,19 +24,19 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane
   }
 }
 
-// `output`: the thread's accumulators in rows `row` and `row` + 8 of the tile, for the first or,
-// with `half` 1, the second half of the columns.
+// `output`: the thread's accumulators in rows `row` and `row` + 8 of the tile, for columns from
+// `part` times their number on.
 template <typename Tile>
 __device__ __forceinline__ void write_output(const MlaParams& params, const MlaWorkItem& item,
                                              const float (&output)[Tile::kOutputTiles][4],
                                              const float (&largest)[2], const float (&sum)[2],
-                                             int half, int row, int lane_idx) {
+                                             int part, int row, int lane_idx) {
   const int num_rows = item.qo_len * static_cast<int>(params.num_heads.divisor) - item.row_begin;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int tile_row = row + 8 * h;
     const bool exists = tile_row < num_rows;
-    const bool writes_lse = exists && half == 0 && lane_idx % 4 == 0;
+    const bool writes_lse = exists && part == 0 && lane_idx % 4 == 0;
     using O = typename Tile::O;
     O* target = nullptr;
     float factor = 0.f;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void write_output(const MlaParams& params, const MlaW
       factor = end.factor;
       if (writes_lse) end.write_lse(params);
     }
-    target += half * (Tile::kDimCkv / 2) + lane_idx % 4 * 8;
+    target += part * (Tile::kOutputTiles * 8) + lane_idx % 4 * 8;
 #pragma unroll
     for (int j = 0; j < Tile::kOutputTiles; j += 4) {
       uint32_t pairs[4];

@@ -1,9 +1,11 @@
 // MLA for every GPU from sm_80 on, with mma.sync: persistent CTAs, one per SM, each walks its share
 // of the plan's items. Sums run in a fixed order: results repeat bit for bit.
 //
-// Eight warps have the 64 rows of a tile. The two warps of 16 rows share the work of a tile of KV:
-// for logits each takes half of the tokens, for the output half of the columns. In between they
-// tell each other their rows' largest logits and, through shared memory, their weights.
+// Eight warps have the 64 rows of a tile, four of them 32 rows each. For logits a warp of the four
+// takes half of the tokens and half of the columns, gives what belongs to 16 of its rows to its
+// neighbour and gets the rest of the others: 32 rows by 32 tokens read the fewest bytes of shared
+// memory for a product. For the output it takes a quarter of the columns. In between the four tell
+// each other their rows' largest logits and, through shared memory, their weights.
 #pragma once
 
 #include <flashinfer/common/math.cuh>
@@ -15,6 +17,7 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mma.cuh>
+#include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
 namespace flashinfer {
@@ -24,8 +27,10 @@ class MlaPortable {
   using T = typename Tile::T;
   using Row = typename Tile::Row;
   using WeightRow = typename Tile::WeightRow;
-  using Logits = float[Tile::kLogitTiles][4];
+  using Logits = float[Tile::kLogitTiles][4];  // of 16 rows
   using Output = float[Tile::kOutputTiles][4];
+  using Rows = float[2];          // numbers of the thread's two rows of 16
+  static_assert(Row::kPermuted);  // whole lines
   static constexpr int kRowChunks = Tile::kDim / 8, kCkvChunks = Tile::kDimCkv / 8;
 
  public:
@@ -34,50 +39,111 @@ class MlaPortable {
         memory_(shared),
         profile_(params, 0, 1, threadIdx.x == 0),
         shared_(ptx::shared_address(shared)) {
-    warp_row_ = threadIdx.x / 32 % 4 * 16;
-    half_ = threadIdx.x / 128;
+    team_ = threadIdx.x / Tile::kTeamThreads;
+    part_ = threadIdx.x / 32 % Tile::kTeamWarps;
+    token_half_ = part_ % 2;
+    column_half_ = part_ / 2;
     lane_idx_ = threadIdx.x % 32;
-    row_ = warp_row_ + lane_idx_ / 4;
+    first_row_ = team_ * Tile::kTeamRows;
   }
 
   __device__ __forceinline__ void run() {
-    const int end = params_.cta_begin[blockIdx.x + 1];
-    for (int i = params_.cta_begin[blockIdx.x]; i < end; ++i) attend(params_.items[i]);
+    const int* const begin = params_.cta_begin + blockIdx.x;
+    for (int i = begin[0]; i < begin[1]; ++i) attend(params_.items[i]);  // no register for the end
   }
 
  private:
   __device__ __forceinline__ void attend(const MlaWorkItem& item) {
-    Output output;
+    Output output[2];
 #pragma unroll
-    for (int j = 0; j < Tile::kOutputTiles; ++j) {
-      output[j][0] = output[j][1] = output[j][2] = output[j][3] = 0.f;
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int j = 0; j < Tile::kOutputTiles; ++j) {
+        output[m][j][0] = output[m][j][1] = output[m][j][2] = output[m][j][3] = 0.f;
+      }
+      largest_[m][0] = largest_[m][1] = -math::inf;
+      sum_[m] = 0.f;
     }
-    largest_[0] = largest_[1] = -math::inf;
-    sum_[0] = sum_[1] = 0.f;
     set_limits(item);
+    page_ = page_of(item, 0);
     load_queries(item);
     constexpr int kAhead = Tile::kStages - 1;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_tile(item, i);
+    for (int i = 0; i < kAhead; ++i) {
+      tile_copy(item, i).all();
+      ptx::cp_async_commit();
+    }
+    const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor);
+    const bool has_rows = item.row_begin + first_row_ < num_rows;
     const int num_tiles = ceil_div(item.kv_end - item.kv_begin, Tile::kTokens);
     for (int i = 0; i < num_tiles; ++i) {
       profile_.begin(MlaEvent::kLoad);
-      load_tile(item, i + kAhead);
-      ptx::cp_async_wait<kAhead>();
-      __syncthreads();
+      if constexpr (kAhead == 0) {
+        __syncthreads();  // the last tile has been read
+        tile_copy(item, i).all();
+        ptx::cp_async_commit();
+      }
+      ptx::cp_async_wait<kAhead == 0 ? 0 : kAhead - 1>();
+      __syncthreads();  // this tile is there, and the last one has been read
       profile_.end(MlaEvent::kLoad);
       const uint32_t kv = shared_ + Tile::kOffsetKv + i % Tile::kStages * Tile::kStageBytes;
       const int token = item.kv_begin + i * Tile::kTokens;
-      add_tile(output, kv, token);
-      __syncthreads();  // the tile and the weights have been read
+      TileCopy next = kAhead == 0 ? TileCopy() : tile_copy(item, i + kAhead);
+      if (has_rows) {
+        add_tile(output, kv, token, next);
+      } else {
+        next.all();
+      }
+      if constexpr (kAhead > 0) ptx::cp_async_commit();
     }
-    ptx::cp_async_wait<0>();
     profile_.begin(MlaEvent::kOutput);
     finish(output, item);
     profile_.end(MlaEvent::kOutput);
   }
 
   // ---- Copies ----
+
+  // Copies of a row of [ckv, kpe] by neighbouring threads, 16 bytes of each at a time.
+  template <int kThreadsOfRow>
+  struct RowCopy {
+    static constexpr int kCopies = ceil_div(kRowChunks, kThreadsOfRow);
+    static constexpr int kCopiesOfLine = kThreadsOfRow < 8 ? 8 / kThreadsOfRow : 1;
+
+    __device__ __forceinline__ RowCopy() = default;
+    __device__ __forceinline__ RowCopy(uint32_t target, int row, const T* ckv_row, const T* kpe_row,
+                                       bool row_exists)
+        : ckv(ckv_row + thread() * 8),
+          kpe(kpe_row + thread() * 8),
+          exists(row_exists),
+          wanted(true) {
+#pragma unroll
+      for (int i = 0; i < kCopiesOfLine; ++i) {
+        at[i] = target + Row::offset(row, (i * kThreadsOfRow + thread()) * 16);
+      }
+    }
+
+    __device__ __forceinline__ static int thread() { return threadIdx.x % kThreadsOfRow; }
+
+    __device__ __forceinline__ void copy(int i) const {
+      if (!wanted) return;
+      const int first = i * kThreadsOfRow;
+      if (kRowChunks % kThreadsOfRow != 0 && first + thread() >= kRowChunks) return;
+      const T* const source =
+          first + thread() < kCkvChunks ? ckv + first * 8 : kpe + (first - kCkvChunks) * 8;
+      const int lines = i / kCopiesOfLine * kCopiesOfLine * kThreadsOfRow * 16;
+      ptx::cp_async_16(at[i % kCopiesOfLine] + lines, source, exists);
+    }
+
+    __device__ __forceinline__ void all() const {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) copy(i);
+    }
+
+    const T *ckv, *kpe;  // the thread's first chunk
+    uint32_t
+        at[kCopiesOfLine];  // its places in a line; those in the next lines are a constant away
+    bool exists, wanted = false;  // a row that does not exist becomes zero
+  };
 
   // Packed rows of the tile; those that the request does not have become zero.
   __device__ __forceinline__ void load_queries(const MlaWorkItem& item) const {
@@ -92,99 +158,167 @@ class MlaPortable {
     const auto source = [&](const MlaRows& rows) {
       return static_cast<const T*>(rows.data) + token * rows.stride_token + head * rows.stride_head;
     };
-    copy_row<kThreadsOfRow>(shared_, row, source(params_.q_nope), source(params_.q_pe), exists);
+    RowCopy<kThreadsOfRow>(shared_, row, source(params_.q_nope), source(params_.q_pe), exists)
+        .all();
   }
 
-  // Tile number `i` of the item; nothing after the last one. Always closes a group of copies.
-  __device__ __forceinline__ void load_tile(const MlaWorkItem& item, int i) const {
-    constexpr int kThreadsOfRow = Tile::kThreads / Tile::kTokens;
-    const int row = threadIdx.x / kThreadsOfRow;
-    const int token = item.kv_begin + i * Tile::kTokens + row;
-    if (item.kv_begin + i * Tile::kTokens < item.kv_end) {
-      int64_t page = 0, slot = 0;
-      bool exists = token < item.kv_end;
-      if (exists) {
-        const uint32_t number = params_.page_size.divide(token);
-        page = params_.kv_indices[item.kv_base + number];
-        slot = token - number * params_.page_size.divisor;
-        exists = page >= 0 && page < params_.num_pages;
-        if (!exists) page = slot = 0;
-      }
-      const auto source = [&](const MlaCache& cache) {
-        return static_cast<const T*>(cache.data) + page * cache.stride_page +
-               slot * cache.stride_token;
-      };
-      const uint32_t kv = shared_ + Tile::kOffsetKv + i % Tile::kStages * Tile::kStageBytes;
-      copy_row<kThreadsOfRow>(kv, row, source(params_.ckv), source(params_.kpe), exists);
-    }
-    ptx::cp_async_commit();
+  static constexpr int kThreadsOfToken = Tile::kThreads / Tile::kTokens;
+  using TileCopy = RowCopy<kThreadsOfToken>;
+
+  __device__ __forceinline__ static int token_of(const MlaWorkItem& item, int tile) {
+    return item.kv_begin + tile * Tile::kTokens + threadIdx.x / kThreadsOfToken;
   }
 
-  // A row of [ckv, kpe] by neighbouring threads, 16 bytes at a time.
-  template <int kThreadsOfRow>
-  __device__ __forceinline__ static void copy_row(uint32_t target, int row, const T* ckv,
-                                                  const T* kpe, bool exists) {
-#pragma unroll
-    for (int i = 0; i < ceil_div(kRowChunks, kThreadsOfRow); ++i) {
-      const int chunk = i * kThreadsOfRow + threadIdx.x % kThreadsOfRow;
-      if (kRowChunks % kThreadsOfRow != 0 && chunk >= kRowChunks) break;
-      const T* source = chunk < kCkvChunks ? ckv + chunk * 8 : kpe + (chunk - kCkvChunks) * 8;
-      ptx::cp_async_16(target + Row::offset(row, chunk * 16), source, exists);
-    }
+  // The page of the thread's token in a tile, or -1.
+  __device__ __forceinline__ int page_of(const MlaWorkItem& item, int tile) const {
+    const int token = token_of(item, tile);
+    return token < item.kv_end ? params_.kv_indices[item.kv_base + params_.page_size.divide(token)]
+                               : -1;
+  }
+
+  // Copies of tile number `i` of the item; none after the last one. Asks for the next tile's page
+  // already, for which it would have to wait then.
+  __device__ __forceinline__ TileCopy tile_copy(const MlaWorkItem& item, int i) {
+    if (item.kv_begin + i * Tile::kTokens >= item.kv_end) return TileCopy();
+    const int token = token_of(item, i);
+    const bool exists = page_ >= 0 && page_ < params_.num_pages;
+    const int64_t page = exists ? page_ : 0;
+    const int64_t slot =
+        exists ? token - params_.page_size.divide(token) * params_.page_size.divisor : 0;
+    page_ = page_of(item, i + 1);
+    const auto source = [&](const MlaCache& cache) {
+      return static_cast<const T*>(cache.data) + page * cache.stride_page +
+             slot * cache.stride_token;
+    };
+    const uint32_t kv = shared_ + Tile::kOffsetKv + i % Tile::kStages * Tile::kStageBytes;
+    return TileCopy(kv, threadIdx.x / kThreadsOfToken, source(params_.ckv), source(params_.kpe),
+                    exists);
   }
 
   // ---- A tile of KV ----
 
-  __device__ __forceinline__ void add_tile(Output& output, uint32_t kv, int token) {
-    Logits logits;
+  __device__ __forceinline__ void add_tile(Output (&output)[2], uint32_t kv, int token,
+                                           const TileCopy& next) {
+    Logits logits[2];
     profile_.begin(MlaEvent::kKeys);
-    multiply_keys(logits, kv);
+    multiply_keys(logits, kv, next);
+    Logits own;
+    exchange(logits, own);
     profile_.end(MlaEvent::kKeys);
     profile_.begin(MlaEvent::kWeights);
-    const int own_token = token + half_ * (Tile::kTokens / 2);
-    if (own_token + Tile::kTokens / 2 > least_limit_) hide(logits, own_token);
-    float shrink[2];
-    const bool moves = find_largest(logits, shrink);
-    weigh(logits, shrink);
+    const int own_token = token + token_half_ * (Tile::kTokens / 2);
+    if (own_token + Tile::kTokens / 2 > least_limit_) hide(own, own_token);
+    Rows shrink[2];
+    const bool moves = find_largest(own, shrink);
+    weigh(own, shrink);
     if (moves) {
 #pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; ++j) {
+      for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) output[j][e] *= shrink[e / 2];
+        for (int j = 0; j < Tile::kOutputTiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) output[m][j][e] *= shrink[m][e / 2];
+        }
       }
     }
-    __syncthreads();  // the weights are there
+    team_sync();  // the weights are there
     profile_.end(MlaEvent::kWeights);
     profile_.begin(MlaEvent::kValues);
     add_values(output, kv);
     profile_.end(MlaEvent::kValues);
   }
 
-  // The warp's 16 rows by half of the tile's tokens.
-  __device__ __forceinline__ void multiply_keys(Logits& logits, uint32_t kv) const {
+  __device__ __forceinline__ void team_sync() const {
+    ptx::named_barrier_sync(1 + team_, Tile::kTeamThreads);
+  }
+
+  // The team's 32 rows by half of the tile's tokens, over half of the columns. Copies of the next
+  // tile, which would wait for each other, are asked for one by one between the products.
+  __device__ __forceinline__ void multiply_keys(Logits (&logits)[2], uint32_t kv,
+                                                const TileCopy& next) const {
 #pragma unroll
-    for (int j = 0; j < Tile::kLogitTiles; ++j) {
-      logits[j][0] = logits[j][1] = logits[j][2] = logits[j][3] = 0.f;
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int j = 0; j < Tile::kLogitTiles; ++j) {
+        logits[m][j][0] = logits[m][j][1] = logits[m][j][2] = logits[m][j][3] = 0.f;
+      }
     }
-    const int first_token = half_ * (Tile::kTokens / 2);
-#pragma unroll 2
-    for (int column = 0; column < Tile::kDim; column += 32) {
-      uint32_t q[2][4];
+    // Four steps of 16 columns are a line, so that addresses of the next line are a constant away.
+    const uint32_t first_byte = column_half_ * Tile::kDim;  // of 2 bytes a column, half of them
+    const int token = token_half_ * (Tile::kTokens / 2) + lane_idx_ / 16 * 8 + lane_idx_ % 8;
+    uint32_t q_at[4], k_at[4];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int chunk = column / 8 + 2 * k + lane_idx_ / 16;
-        ptx::ldmatrix_x4(q[k], shared_ + Row::offset(warp_row_ + lane_idx_ % 16, chunk * 16));
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t byte = first_byte + 32 * t;
+      q_at[t] = shared_ + Row::offset(first_row_ + lane_idx_ % 16, byte + lane_idx_ / 16 * 16);
+      k_at[t] = kv + Row::offset(token % Tile::kTokens, byte + lane_idx_ / 8 % 2 * 16);
+    }
+    constexpr int kSteps = Tile::kDim / 32, kPairs = ceil_div(Tile::kLogitTiles, 2);
+    uint32_t q[2][2][4], k[2][kPairs][4];  // of a step and the next one
+    const auto load = [&](int step) {
+      const uint32_t line = step / 4 * 128;
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        ptx::ldmatrix_x4(q[step % 2][m], q_at[step % 4] + m * 16 * Row::kPitch + line);
+      }
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        ptx::ldmatrix_x4(k[step % 2][j], k_at[step % 4] + j * 16 * Row::kPitch + line);
+      }
+    };
+    load(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+      for (int i = 0; i < TileCopy::kCopies; ++i) {
+        if (i * kSteps / TileCopy::kCopies == step) next.copy(i);
       }
 #pragma unroll
       for (int j = 0; j < Tile::kLogitTiles; ++j) {
-        uint32_t k[4];
-        const int chunk = column / 8 + lane_idx_ / 8;
-        ptx::ldmatrix_x4(k, kv + Row::offset(first_token + j * 8 + lane_idx_ % 8, chunk * 16));
-        ptx::mma_m16n8k16<T>(logits[j], q[0], k[0], k[1]);
-        ptx::mma_m16n8k16<T>(logits[j], q[1], k[2], k[3]);
+        const uint32_t* const of_tile = k[step % 2][j / 2] + j % 2 * 2;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          ptx::mma_m16n8k16<T>(logits[m][j], q[step % 2][m], of_tile[0], of_tile[1]);
+        }
       }
     }
   }
+
+  // Adds up the products of both halves of the columns: `own` are the logits of the 16 rows that
+  // the warp keeps, the other 16 go to the warp with the other half. The place of the weights,
+  // which nobody reads now, has room for half of them at a time.
+  __device__ __forceinline__ void exchange(const Logits (&logits)[2], Logits& own) const {
+    constexpr int kPairs = Tile::kLogitTiles;  // of a lane, at a time
+    float2* const team_pairs = reinterpret_cast<float2*>(team_weights());
+    float2* const sent = team_pairs + part_ * (kPairs * 32) + lane_idx_;
+    const float2* const got = team_pairs + (part_ ^ 2) * (kPairs * 32) + lane_idx_;
+#pragma unroll
+    for (int round = 0; round < 2; ++round) {
+      if (round > 0) team_sync();  // the first half has been read
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int pair = round * kPairs + i, j = pair / 2, e = pair % 2 * 2;
+        sent[i * 32] = column_half_ == 0 ? float2{logits[1][j][e], logits[1][j][e + 1]}
+                                         : float2{logits[0][j][e], logits[0][j][e + 1]};
+      }
+      team_sync();
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int pair = round * kPairs + i, j = pair / 2, e = pair % 2 * 2;
+        const float2 other = got[i * 32];
+        own[j][e] = (column_half_ == 0 ? logits[0][j][e] : logits[1][j][e]) + other.x;
+        own[j][e + 1] = (column_half_ == 0 ? logits[0][j][e + 1] : logits[1][j][e + 1]) + other.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ char* team_weights() const {
+    return memory_ + Tile::kOffsetWeights + first_row_ * WeightRow::kPitch;
+  }
+
+  // The thread's rows are this one and the one 8 further on.
+  __device__ __forceinline__ int row_of(int m) const { return first_row_ + 16 * m + lane_idx_ / 4; }
 
   // How many tokens the thread's two rows see, and the fewest that any row of the tile sees.
   __device__ __forceinline__ void set_limits(const MlaWorkItem& item) {
@@ -193,8 +327,8 @@ class MlaPortable {
       const int token = params_.num_heads.divide(item.row_begin + row);
       return min(item.kv_end, item.kv_len - item.qo_len + token + 1);
     };
-    limits_[0] = limit(row_);
-    limits_[1] = limit(row_ + 8);
+    limits_[0] = limit(row_of(column_half_));
+    limits_[1] = limit(row_of(column_half_) + 8);
     least_limit_ = limit(0);
   }
 
@@ -208,106 +342,127 @@ class MlaPortable {
     }
   }
 
-  // [2, kRows] numbers of the two warps of each row.
+  // [2, kRows] numbers, of the tokens' halves, of each row.
   __device__ __forceinline__ float& told(int half, int row) const {
     return reinterpret_cast<float*>(memory_ + Tile::kOffsetShared)[half * Tile::kRows + row];
   }
 
   // The rows' largest logits so far, scaled. `shrink`: what sums and outputs are to be multiplied
   // by; returns whether that is not 1 in some row of the warp.
-  __device__ __forceinline__ bool find_largest(const Logits& logits, float (&shrink)[2]) {
-    float largest[2];
+  __device__ __forceinline__ bool find_largest(const Logits& own, Rows (&shrink)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      largest[h] = fmaxf(logits[0][2 * h], logits[0][2 * h + 1]);
+      float largest = fmaxf(own[0][2 * h], own[0][2 * h + 1]);
 #pragma unroll
       for (int j = 1; j < Tile::kLogitTiles; ++j) {
-        largest[h] = fmaxf(largest[h], fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
+        largest = fmaxf(largest, fmaxf(own[j][2 * h], own[j][2 * h + 1]));
       }
-      largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
-      largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
-      largest[h] *= params_.sm_scale_log2;
-      if (lane_idx_ % 4 == 0) told(half_, row_ + 8 * h) = largest[h];
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      if (lane_idx_ % 4 == 0) {
+        told(token_half_, row_of(column_half_) + 8 * h) = largest * params_.sm_scale_log2;
+      }
     }
-    __syncthreads();
+    team_sync();
     bool moves = false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      largest[h] = fmaxf(fmaxf(largest[h], told(1 - half_, row_ + 8 * h)), largest_[h]);
-      shrink[h] = largest[h] == largest_[h] ? 1.f : math::ptx_exp2(largest_[h] - largest[h]);
-      moves = moves || largest[h] != largest_[h];
-      largest_[h] = largest[h];
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = row_of(m) + 8 * h;
+        const float largest = fmaxf(fmaxf(told(0, row), told(1, row)), largest_[m][h]);
+        const bool stays = largest == largest_[m][h];
+        shrink[m][h] = stays ? 1.f : math::ptx_exp2(largest_[m][h] - largest);
+        moves = moves || !stays;
+        largest_[m][h] = largest;
+      }
     }
     return __any_sync(0xffffffffu, moves);
   }
 
-  // Makes weights of the warp's logits, for both warps of its rows.
-  __device__ __forceinline__ void weigh(const Logits& logits, const float (&shrink)[2]) {
+  // Makes weights of the warp's logits, for the team.
+  __device__ __forceinline__ void weigh(const Logits& own, const Rows (&shrink)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float reference = largest_[h] == -math::inf ? 0.f : largest_[h];
-      const int row = row_ + 8 * h;
+      const float largest = column_half_ == 0 ? largest_[0][h] : largest_[1][h];
+      const float reference = largest == -math::inf ? 0.f : largest;
+      const int row = row_of(column_half_) + 8 * h;
       float sum = 0.f;
 #pragma unroll
       for (int j = 0; j < Tile::kLogitTiles; ++j) {
         float pair[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          pair[e] = math::ptx_exp2(fmaf(logits[j][2 * h + e], params_.sm_scale_log2, -reference));
+          pair[e] = math::ptx_exp2(fmaf(own[j][2 * h + e], params_.sm_scale_log2, -reference));
           sum += pair[e];
         }
-        const int chunk = half_ * Tile::kLogitTiles + j;
+        const int chunk = token_half_ * Tile::kLogitTiles + j;
         char* const weights = memory_ + Tile::kOffsetWeights + WeightRow::offset(row, chunk * 16);
         reinterpret_cast<uint32_t*>(weights)[lane_idx_ % 4] = PackedPair<T>::pack(pair[0], pair[1]);
       }
-      sum_[h] = fmaf(sum_[h], shrink[h], sum);
+      sum_[h] = fmaf(sum_[h], column_half_ == 0 ? shrink[0][h] : shrink[1][h], sum);
     }
   }
 
-  // The warp's 16 rows by half of the columns, over all tokens of the tile.
-  __device__ __forceinline__ void add_values(Output& output, uint32_t kv) const {
-    const int first_chunk = half_ * (kCkvChunks / 2);
+  // The team's 32 rows by a quarter of the columns, over all tokens of the tile.
+  __device__ __forceinline__ void add_values(Output (&output)[2], uint32_t kv) const {
+    const uint32_t first_byte = part_ * (Tile::kOutputTiles * 16);
+    uint32_t v_at[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      v_at[t] = kv + Row::offset(lane_idx_ % 16, first_byte + 32 * t + lane_idx_ / 16 * 16);
+    }
 #pragma unroll
     for (int token = 0; token < Tile::kTokens; token += 16) {
-      uint32_t weights[4];
-      ptx::ldmatrix_x4(weights, shared_ + Tile::kOffsetWeights +
-                                    WeightRow::offset(warp_row_ + lane_idx_ % 16,
-                                                      (token / 8 + lane_idx_ / 16) * 16));
+      const uint32_t weights_at =
+          shared_ + Tile::kOffsetWeights +
+          WeightRow::offset(first_row_ + lane_idx_ % 16, (token / 8 + lane_idx_ / 16) * 16);
+      uint32_t weights[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        ptx::ldmatrix_x4(weights[m], weights_at + m * 16 * WeightRow::kPitch);
+      }
 #pragma unroll
       for (int j = 0; j < Tile::kOutputTiles; j += 2) {
         uint32_t v[4];
-        ptx::ldmatrix_x4_trans(
-            v, kv + Row::offset(token + lane_idx_ % 16, (first_chunk + j + lane_idx_ / 16) * 16));
-        ptx::mma_m16n8k16<T>(output[j], weights, v[0], v[1]);
-        ptx::mma_m16n8k16<T>(output[j + 1], weights, v[2], v[3]);
+        ptx::ldmatrix_x4_trans(v, v_at[j / 2 % 4] + token * Row::kPitch + j / 8 * 128);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          ptx::mma_m16n8k16<T>(output[m][j], weights[m], v[0], v[1]);
+          ptx::mma_m16n8k16<T>(output[m][j + 1], weights[m], v[2], v[3]);
+        }
       }
     }
   }
 
   // ---- The item's end ----
 
-  __device__ __forceinline__ void finish(Output& output, const MlaWorkItem& item) {
+  __device__ __forceinline__ void finish(const Output (&output)[2], const MlaWorkItem& item) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
       sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
-      if (lane_idx_ % 4 == 0) told(half_, row_ + 8 * h) = sum_[h];
+      if (lane_idx_ % 4 == 0) told(token_half_, row_of(column_half_) + 8 * h) = sum_[h];
     }
-    __syncthreads();
-    float sum[2];
+    __syncthreads();  // the sums are there, and all that was copied has been read
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] = told(0, row_ + 8 * h) + told(1, row_ + 8 * h);
-    write_output<Tile>(params_, item, output, largest_, sum, half_, row_, lane_idx_);
-    __syncthreads();  // the sums have been read
+    for (int m = 0; m < 2; ++m) {
+      const int row = row_of(m);
+      const Rows sum = {told(0, row) + told(1, row), told(0, row + 8) + told(1, row + 8)};
+      write_output<Tile>(params_, item, output[m], largest_[m], sum, part_, row, lane_idx_);
+    }
   }
 
   const MlaParams& params_;
   char* const memory_;
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
-  int warp_row_, half_, lane_idx_, row_;
+  // A team of four warps has 32 rows from `first_row_` on; `part_` of it is this warp.
+  int team_, part_, token_half_, column_half_, lane_idx_, first_row_;
   int limits_[2], least_limit_;
-  float largest_[2], sum_[2];  // of the thread's rows; sums of its own weights
+  int page_;         // of the thread's token in the next tile that is loaded
+  Rows largest_[2];  // of the team's rows
+  Rows sum_;         // of the warp's own rows: of its own weights
 };
 
 // The tile follows from the shared memory of the architecture that the code is compiled for.
