@@ -135,11 +135,12 @@ def compile_all(
     first = runner()
     pool = ThreadPoolExecutor(max(_FEWEST_THREADS, len(os.sched_getaffinity(0))))
     best, *draws = steps(torch.zeros(1, model.config.vocab_size, device=model.device))
+    # What takes longest comes first: threads that wait for others fill the pool.
     guesses = [] if model.device.type != "cuda" else [
         start(partial(plan_for_hopper, spec)) for spec in model.specs
     ]  # fmt: skip
-    prompt = [start(partial(attend, spec, (usual,))) for spec in model.specs]
-    prompt += [start(call) for call in (*calls(usual), *_norms(model), best)]
+    prompt = [start(best), *(start(partial(attend, spec, (usual,))) for spec in model.specs)]
+    prompt += [start(call) for call in (*calls(usual), *_norms(model))]
     rest = guesses + [
         start(partial(attend, spec, lengths))
         for lengths in _batches(longest)

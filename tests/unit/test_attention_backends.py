@@ -20,7 +20,7 @@ from flashinfer._attention.plan.requests import (
 )
 from flashinfer._attention.plan.spec import AttentionSpec
 from flashinfer._attention.plan.speeds import SPEEDS
-from flashinfer._attention.plan.tiles import hopper_tiles
+from flashinfer._attention.plan.tiles import HOPPER_PLAN_TILES, hopper_tiles
 from flashinfer.jit import current_compilation_context
 from flashinfer.jit.attention import (
     AttentionConfig,
@@ -140,10 +140,13 @@ def test_configurations_with_a_kernel(fields: dict[str, Any]):
     assert dataclasses.replace(SERVED, **fields).uri.endswith("_fa3")
 
 
-def test_kv_tiles_are_powers_of_two_that_fit():
+def test_kv_tiles_are_known_and_fit():
     for qk, vo in hopper.HEAD_DIMS:
         tile = hopper_tiles(torch.bfloat16, torch.bfloat16, qk, vo).tile_kv
-        assert tile & (tile - 1) == 0
+        assert tile in HOPPER_PLAN_TILES
+        wide = hopper_tiles(torch.bfloat16, torch.float8_e4m3fn, qk, vo).tile_kv
+        eight = hopper_tiles(torch.float8_e4m3fn, torch.float8_e4m3fn, qk, vo).tile_kv
+        assert {wide, eight} <= set(HOPPER_PLAN_TILES)
         query_and_two_stages = 2 * (hopper.hopper_tile_q(qk, vo) * qk + 2 * tile * (qk + vo))
         assert query_and_two_stages <= 227 << 10
 

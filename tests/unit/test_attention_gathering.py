@@ -56,6 +56,22 @@ def test_what_is_gathered(
     assert not is_worth_gathering(found, CUDA, PlanOptions(capacity=GraphCapacity(1, 8192)))
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("page_size", [0, 8, 16, 32, 64, 128, 256])
+def test_usual_pages_are_told_without_the_planner(page_size: int, monkeypatch: pytest.MonkeyPatch):
+    """Its module need not be there before the kernel of a first plan begins to compile."""
+
+    def need(*_: Any) -> Any:
+        raise AssertionError("the planner's module was needed")
+
+    monkeypatch.setattr(gathering, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gathering, "hopper_tiles", need)
+    monkeypatch.setattr(gathering, "estimate_kernels", need)
+    pages = {"page_size": page_size, "last_page_len": int32(page_size)} if page_size else {}
+    found = prefill([8192], backend="fa3", **pages)
+    assert not is_worth_gathering(found, CUDA, NO_OPTIONS)
+
+
 def gather_on_the_cpu(k_rows, v_rows, k, v, pages, page_indptr, token_indptr, size, is_hnd, pdl):
     """The module's function, by indexing."""
     for rows, cache in ((k_rows, k), (v_rows, v)):

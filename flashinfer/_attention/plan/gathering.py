@@ -21,7 +21,7 @@ from .planner import estimate_kernels
 from .requests import ArgumentNames, AttentionProblem, Requests
 from .spec import AttentionSpec
 from .speeds import COPIES, ROTATING, SPEEDS, are_gathered, kernel_model
-from .tiles import hopper_tiles
+from .tiles import HOPPER_PLAN_TILES, hopper_tiles
 
 _ALIGNMENT = 1024  # bytes
 
@@ -155,10 +155,14 @@ def is_worth_gathering(
         if bool((requests.kv_lengths() < requests.qo_lengths()).any()):
             return False  # a query before the first key has no position
     else:
+        page_size = requests.page_size
+        # First what needs no planner, whose module may have to be compiled.
+        if not any(are_gathered(page_size, tile_kv) for tile_kv in HOPPER_PLAN_TILES):
+            return False
         tile_kv = hopper_tiles(
             spec.q_data_type, spec.kv_data_type, spec.head_dim_qk, spec.head_dim_vo
         ).tile_kv
-        if not are_gathered(requests.page_size, tile_kv):
+        if not are_gathered(page_size, tile_kv):
             return False
     found = estimate_kernels(kernel_model(_with_known_heads(rows), 0, 0, False, True), requests)
     copied = found.hopper_us if backend != "fa2" else found.portable_us

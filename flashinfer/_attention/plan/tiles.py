@@ -11,6 +11,9 @@ from ...jit.attention.hopper import hopper_tile_q, is_widened
 from ...jit.attention.plan import get_attention_plan_module
 from .spec import KernelOptions
 
+HOPPER_PLAN_TILES = (64, 128)
+"""Tokens by which plans for Hopper's kernel cut keys: one of these, whatever the options."""
+
 
 class KvTiles(NamedTuple):
     """KV tiles of a kernel.
