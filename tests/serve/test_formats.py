@@ -168,3 +168,13 @@ def test_tensors_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], messag
 def test_formats_that_are_not_implemented(config: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict({**SHAPE, "quantization_config": config})
+
+
+@pytest.mark.parametrize(("outputs", "takes"), [(6144, True), (28672, False)])
+def test_large_weights_multiply_single_rows_by_cublas(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, takes: bool
+) -> None:
+    """And no norm is left to such a product."""
+    monkeypatch.setattr("examples.serve.layers.linear.is_hopper", lambda device: True)
+    weight = torch.empty(4096, outputs, dtype=torch.bfloat16, device="meta")
+    assert Linear(weight).takes_sums == takes

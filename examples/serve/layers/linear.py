@@ -15,6 +15,8 @@ from .. import kernels
 FP8_MAX = 448.0
 BLOCK = 128
 """Elements along a side of what shares a scale."""
+LARGE = 1 << 26
+"""Elements of a matrix beyond which cuBLAS multiplies a row faster."""
 
 
 class Product(Protocol):
@@ -80,7 +82,7 @@ class Linear:
 
     The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: for few rows
     cuBLAS has faster kernels for these, and for one the package has a kernel that loads
-    weights before the kernel before ends (docs/tuning/serving_step.md).
+    weights before the kernel before ends, unless they are large (docs/tuning/serving_step.md).
     """
 
     weight: torch.Tensor
@@ -110,11 +112,12 @@ class Linear:
 
     @functools.cached_property
     def _is_ready(self) -> bool:
-        """Whether the package multiplies a row with such weights."""
+        """Whether the package multiplies a row with such weights, and faster than cuBLAS."""
         return (
             is_hopper(self.weight.device)
             and self.weight.dtype == torch.bfloat16
             and all(size % 8 == 0 and size <= 1 << 15 for size in self.weight.shape)
+            and self.weight.numel() <= LARGE
             and bool(_ready(kernels.gemm.mm_bf16))
         )
 
