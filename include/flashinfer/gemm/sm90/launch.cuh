@@ -91,20 +91,23 @@ inline bool encode_maps(GemmKernelParams& kernel) {
 // whichever are neighbours, if all of them begin at multiples of 16 bytes.
 template <typename Tile>
 inline void choose_scale_copy(GemmKernelParams& kernel) {
+  constexpr GemmGroups kGroups = Tile::kGroups;
+  constexpr bool kBatches = kGroups == GemmGroups::batch || kGroups == GemmGroups::masked;
   const GemmParams& p = kernel.gemm;
   const GemmScaleMatrix& s = p.a_scale;
-  kernel.scale_copy = GemmScaleCopy::kWords;
   const uint32_t blocks = ceil_div(p.k, 128u);
-  const bool along_k = s.stride_k == 1, along_rows = s.stride_row == 1;
+  // Lanes are as fast where a tile has few rows.
+  const bool along_k = s.stride_k == 1 && Tile::kTileRows >= 64;
+  // Tiles begin wherever groups do; the last tile of a matrix ends with it.
+  const bool along_rows =
+      s.stride_row == 1 && p.m % 4 == 0 && (kBatches || kGroups == GemmGroups::indices);
+  kernel.scale_copy = GemmScaleCopy::kWords;
   if (!Tile::kGathers && s.row_shift == 0 && (along_k || along_rows)) {
-    constexpr bool kFlat =
-        Tile::kGroups != GemmGroups::batch && Tile::kGroups != GemmGroups::masked;
-    const uint64_t batches = kFlat ? 1 : p.num_groups;
-    kernel.box_rows_scale = along_k && p.m < Tile::kTileRows ? p.m : Tile::kTileRows;
-    const uint32_t rows = kernel.box_rows_scale;
+    const uint32_t rows = along_k && p.m < Tile::kTileRows ? p.m : Tile::kTileRows;
     ptx::TensorMapDim dims[2] = {{blocks, s.stride_k, Tile::kScaleBlocks},
-                                 {batches, s.stride_batch, 1}};
+                                 {kBatches ? p.num_groups : 1, s.stride_batch, 1}};
     if (along_k) dims[0] = {p.m, s.stride_row, rows};
+    kernel.box_rows_scale = rows;
     if (ptx::encode_tensor_map<float>(kernel.a_scale, s.data, along_k ? blocks : p.m,
                                       along_k ? Tile::kScaleBlocks : rows, dims,
                                       CU_TENSOR_MAP_SWIZZLE_NONE)) {
@@ -112,9 +115,10 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
       return;
     }
   }
-  const bool aligned =
-      reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 && blocks % 4 == 0;
-  if (aligned && along_k && s.stride_row % 4 == 0) kernel.scale_copy = GemmScaleCopy::kAlongK;
+  if (reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 && s.stride_k == 1 &&
+      s.stride_row % 4 == 0 && blocks % 4 == 0) {
+    kernel.scale_copy = GemmScaleCopy::kAlongK;
+  }
 }
 
 // Tiles in clusters, the number of clusters, and the band that keeps operands in L2.
