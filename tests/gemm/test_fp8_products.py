@@ -136,7 +136,14 @@ def _layout(scale: torch.Tensor, layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["rows", "columns", "padded columns"])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 256, 512), (4, 256, 512), (7, 192, 1024), (33, 16, 128), (130, 1024, 768)],
+    [
+        (1, 256, 512),
+        (4, 256, 512),
+        (7, 192, 1024),
+        (33, 16, 128),
+        (130, 1024, 768),
+        (260, 400, 1536),  # both layouts are boxes, and the last ones are not whole
+    ],
     ids=str,
 )
 def test_block_scales(

@@ -26,7 +26,10 @@ class GemmConsumer {
         shared_(shared) {
     // The compiler then knows that all lanes of a warp have the same descriptors.
     warpgroup_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    if (Tile::kBlockScales) along_k_ = params.scale_copy == GemmScaleCopy::kAlongK;
+    if (Tile::kBlockScales) {
+      along_k_ = params.scale_copy == GemmScaleCopy::kAlongK ||
+                 params.scale_copy == GemmScaleCopy::kBoxAlongK;
+    }
     warp_idx_ = threadIdx.x % 128 / 32;
     lane_idx_ = threadIdx.x % 32;
     if constexpr (Tile::kMulticast > 1) {

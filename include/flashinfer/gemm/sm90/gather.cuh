@@ -56,21 +56,32 @@ class GemmGather {
   uint32_t rows_[kRows];
 };
 
-// How a lane copies scales of rows: 4 bytes at a time, or 16 where memory and alignment allow it.
-enum class GemmScaleCopy : uint32_t { kWord, kAlongK, kAlongRows };
+// How scales of rows are copied: by lanes, 4 bytes or 16 along k at a time, or as a box along k or
+// along rows by the copy engine, where memory and alignment allow it.
+enum class GemmScaleCopy : uint32_t { kWords, kAlongK, kBoxAlongK, kBoxAlongRows };
+
+__host__ __device__ constexpr bool copies_box(GemmScaleCopy way) {
+  return way == GemmScaleCopy::kBoxAlongK || way == GemmScaleCopy::kBoxAlongRows;
+}
 
 // Scales of a tile for four blocks of k: first those of the rows, a row's four next to each other
-// (kAlongK) or a block's rows next to each other, then those of the columns, block after block.
+// (along k) or a block's rows next to each other, then those of the columns, block after block.
+//
+// A lane finds its column's scales once for a tile: warps that multiply share the multiprocessor's
+// slots with the lanes that copy, and each instruction here holds them up.
 template <typename Tile>
 class GemmScaleSource {
   static constexpr int kRows = Tile::kTileRows, kColumns = Tile::kColumnScales;
   static constexpr bool kPerColumn = Tile::kScale == GemmScale::group;
   static constexpr uint32_t kBlocks = Tile::kScaleBlocks;
+  // Whether a lane copies at most one scale of the columns.
+  static constexpr bool kOneColumn = Tile::kBlockScales && kBlocks * kColumns <= 32;
 
  public:
   __device__ __forceinline__ GemmScaleSource(const GemmParams& params, GemmScaleCopy way,
                                              const GemmWork& work, int lane_idx)
       : params_(params), work_(work), way_(way), lane_idx_(lane_idx) {
+    if constexpr (kOneColumn) column_ = find_column(lane_idx % kColumns, has_column_);
     if constexpr (Tile::kBlockScales && Tile::kGathers) {
 #pragma unroll
       for (int i = 0; i < ceil_div(kRows, 32); ++i) {
@@ -79,16 +90,16 @@ class GemmScaleSource {
     }
   }
 
-  // Copies `count` blocks from `block` on; absent scales become zero.
+  // Copies `count` blocks from `block` on; absent scales become zero. Those of rows may be a box.
   __device__ __forceinline__ void copy(uint32_t target, uint32_t block, uint32_t count) const {
     const GemmScaleMatrix& a = params_.a_scale;
-    const float* rows = a.data + work_.batch * a.stride_batch + block * a.stride_k;
-    if (way_ == GemmScaleCopy::kAlongK) {
-      copy_along_k(target, rows);
-    } else if (way_ == GemmScaleCopy::kAlongRows && !Tile::kGathers) {
-      copy_along_rows(target, rows, count);
-    } else {
-      copy_words(target, rows, count);
+    if (Tile::kGathers || !copies_box(way_)) {
+      const float* rows = a.data + work_.batch * a.stride_batch + block * a.stride_k;
+      if (way_ == GemmScaleCopy::kAlongK) {
+        copy_along_k(target, rows);
+      } else {
+        copy_words(target, rows, count);
+      }
     }
     copy_columns(target + kBlocks * kRows * 4, block, count);
   }
@@ -111,19 +122,6 @@ class GemmScaleSource {
     }
   }
 
-  __device__ __forceinline__ void copy_along_rows(uint32_t target, const float* rows,
-                                                  uint32_t count) const {
-    constexpr uint32_t kVecs = kRows / 4;  // of a block
-#pragma unroll 1
-    for (uint32_t first = 0; first < kBlocks * kVecs; first += 32) {
-      const uint32_t i = first + lane_idx_, block = i / kVecs, row = i % kVecs * 4;
-      if (kBlocks * kVecs % 32 != 0 && block >= kBlocks) break;
-      const bool exists = block < count && work_.row + row < params_.m;
-      const float* source = rows + block * params_.a_scale.stride_k + work_.row + row;
-      ptx::cp_async_16(target + i * 16, exists ? source : rows, exists);
-    }
-  }
-
   __device__ __forceinline__ void copy_words(uint32_t target, const float* rows,
                                              uint32_t count) const {
 #pragma unroll(Tile::kGathers ? 32 : 1)
@@ -141,19 +139,32 @@ class GemmScaleSource {
 
   __device__ __forceinline__ void copy_columns(uint32_t target, uint32_t block,
                                                uint32_t count) const {
-    const GemmScaleMatrix& b = params_.b_scale;
-    const float* columns = b.data + work_.group * b.stride_batch + block * b.stride_k;
+    const int64_t stride_k = params_.b_scale.stride_k;
+    if constexpr (kOneColumn) {
+      const uint32_t slot = lane_idx_ / kColumns, local = lane_idx_ % kColumns;
+      if (slot < count) {
+        ptx::cp_async_4(target + slot * Tile::kColumnScaleBytes + local * 4,
+                        column_ + (block + slot) * stride_k, has_column_);
+      }
+    } else {
 #pragma unroll 1
-    for (uint32_t first = 0; first < kBlocks * kColumns; first += 32) {
-      const uint32_t i = first + lane_idx_, slot = i / kColumns, local = i % kColumns;
-      if (slot >= count) break;
-      const uint32_t row = row_of_b(local);
-      const bool exists = row < params_.n;
-      const uint32_t scale = kPerColumn ? row : row / 128;
-      const float* source = columns + slot * b.stride_k + scale * b.stride_row;
-      ptx::cp_async_4(target + slot * Tile::kColumnScaleBytes + local * 4,
-                      exists ? source : columns, exists);
+      for (uint32_t first = 0; first < kBlocks * kColumns; first += 32) {
+        const uint32_t i = first + lane_idx_, slot = i / kColumns, local = i % kColumns;
+        if (slot >= count) break;
+        bool exists;
+        const float* column = find_column(local, exists);
+        ptx::cp_async_4(target + slot * Tile::kColumnScaleBytes + local * 4,
+                        column + (block + slot) * stride_k, exists);
+      }
     }
+  }
+
+  // Scales of the tile's column (or columns) `local`, or others' if it is outside B.
+  __device__ __forceinline__ const float* find_column(uint32_t local, bool& exists) const {
+    const GemmScaleMatrix& b = params_.b_scale;
+    const uint32_t row = row_of_b(local), scale = kPerColumn ? row : row / 128;
+    exists = row < params_.n;
+    return b.data + work_.group * b.stride_batch + (exists ? scale : 0) * b.stride_row;
   }
 
   // The row of B that scale `i` belongs to.
@@ -167,6 +178,8 @@ class GemmScaleSource {
   const GemmWork& work_;
   const GemmScaleCopy way_;
   int lane_idx_;
+  const float* column_ = nullptr;
+  bool has_column_ = false;
   uint32_t sources_[Tile::kGathers ? ceil_div(kRows, 32) : 1];
 };
 

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (!Tile::kGathers) ptx::tma_prefetch_map(&params.a);
     ptx::tma_prefetch_map(&params.b);
     if (params.stores_boxes) ptx::tma_prefetch_map(&params.d);
+    if (Tile::kBlockScales && copies_box(params.scale_copy)) ptx::tma_prefetch_map(&params.a_scale);
   }
   if (threadIdx.x == 0) init_gemm_barriers<Tile>(control);
   // The next kernel may start early, too: then what precedes this one has finished.

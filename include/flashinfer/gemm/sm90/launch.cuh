@@ -87,23 +87,38 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   return true;
 }
 
-// How scales are copied: 16 bytes at a time along k or along rows, if all of them begin at
-// multiples of 16 bytes.
+// How scales of A are copied: as boxes of one row's four blocks of k, or of one block's rows,
+// whichever are neighbours, if all of them begin at multiples of 16 bytes.
 template <typename Tile>
-inline GemmScaleCopy scale_copy_of(const GemmParams& p) {
+inline void choose_scale_copy(GemmKernelParams& kernel) {
+  constexpr GemmGroups kGroups = Tile::kGroups;
+  constexpr bool kBatches = kGroups == GemmGroups::batch || kGroups == GemmGroups::masked;
+  const GemmParams& p = kernel.gemm;
   const GemmScaleMatrix& s = p.a_scale;
-  if (reinterpret_cast<uint64_t>(s.data) % 16 != 0 || s.stride_batch % 4 != 0) {
-    return GemmScaleCopy::kWord;
-  }
   const uint32_t blocks = ceil_div(p.k, 128u);
-  if (s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) return GemmScaleCopy::kAlongK;
+  // Lanes are as fast where a tile has few rows.
+  const bool along_k = s.stride_k == 1 && Tile::kTileRows >= 64;
   // Tiles begin wherever groups do; the last tile of a matrix ends with it.
-  const bool aligned_rows = Tile::kGroups == GemmGroups::batch ||
-                            Tile::kGroups == GemmGroups::masked ||
-                            Tile::kGroups == GemmGroups::indices;
-  const bool along_rows = s.stride_row == 1 && s.stride_k % 4 == 0 && s.row_shift == 0 &&
-                          p.m % 4 == 0 && aligned_rows && !Tile::kGathers;
-  return along_rows ? GemmScaleCopy::kAlongRows : GemmScaleCopy::kWord;
+  const bool along_rows =
+      s.stride_row == 1 && p.m % 4 == 0 && (kBatches || kGroups == GemmGroups::indices);
+  kernel.scale_copy = GemmScaleCopy::kWords;
+  if (!Tile::kGathers && s.row_shift == 0 && (along_k || along_rows)) {
+    const uint32_t rows = along_k && p.m < Tile::kTileRows ? p.m : Tile::kTileRows;
+    ptx::TensorMapDim dims[2] = {{blocks, s.stride_k, Tile::kScaleBlocks},
+                                 {kBatches ? p.num_groups : 1, s.stride_batch, 1}};
+    if (along_k) dims[0] = {p.m, s.stride_row, rows};
+    kernel.box_rows_scale = rows;
+    if (ptx::encode_tensor_map<float>(kernel.a_scale, s.data, along_k ? blocks : p.m,
+                                      along_k ? Tile::kScaleBlocks : rows, dims,
+                                      CU_TENSOR_MAP_SWIZZLE_NONE)) {
+      kernel.scale_copy = along_k ? GemmScaleCopy::kBoxAlongK : GemmScaleCopy::kBoxAlongRows;
+      return;
+    }
+  }
+  if (reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 && s.stride_k == 1 &&
+      s.stride_row % 4 == 0 && blocks % 4 == 0) {
+    kernel.scale_copy = GemmScaleCopy::kAlongK;
+  }
 }
 
 // Tiles in clusters, the number of clusters, and the band that keeps operands in L2.
@@ -138,7 +153,7 @@ inline cudaError_t launch_gemm_sm90(const GemmParams& params, bool enable_pdl,
   GemmKernelParams kernel;
   kernel.gemm = params;
   if (!encode_maps<Tile>(kernel)) return cudaErrorInvalidValue;
-  if constexpr (Tile::kBlockScales) kernel.scale_copy = scale_copy_of<Tile>(params);
+  if constexpr (Tile::kBlockScales) choose_scale_copy<Tile>(kernel);
   const uint32_t clusters = make_schedule<Tile>(kernel.schedule, params, num_clusters);
   return launch_kernel(gemm_sm90_kernel<Tile>, dim3(clusters * Tile::kCluster),
                        dim3(Tile::kThreads), kGemmSharedBytes<Tile>, stream, enable_pdl, kernel,

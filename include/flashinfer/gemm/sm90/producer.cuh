@@ -18,11 +18,12 @@ namespace flashinfer {
 struct GemmKernelParams {
   GemmParams gemm;
   GemmSchedule schedule;
-  ptx::EncodedTensorMap a, b, d;
+  ptx::EncodedTensorMap a, b, d, a_scale;
   bool stores_boxes;    // the copy engine can write D
   uint32_t box_rows_a;  // rows of A that a CTA loads at once: few where there are only few
   uint32_t parts_a;     // CTAs that load a part of A for those that share it
   GemmScaleCopy scale_copy;
+  uint32_t box_rows_scale;  // rows whose scales are copied at once, as box_rows_a
 };
 
 // Blocks of k that a CTA sums: all, or its part of a split product.
@@ -115,7 +116,7 @@ class GemmProducer {
         if constexpr (kGathers) {
           gather.copy(a, block, thread_idx);
           if (Tile::kBlockScales && thread_idx / 32 == 1 && i % Tile::kScaleBlocks == 0) {
-            copy_scales(scales, i, scale_ring);
+            copy_scales(scales, work, i, scale_ring);
           }
           ptx::mbarrier_arrive_copies(barrier);
         }
@@ -184,20 +185,29 @@ class GemmProducer {
     GemmWork work;
     while (scheduler_.next(work)) {
       GemmScaleSource<Tile> scales(params_.gemm, params_.scale_copy, work, lane_idx);
-      for (uint32_t i = 0; i < blocks_.count; i += Tile::kScaleBlocks) copy_scales(scales, i, ring);
+      for (uint32_t i = 0; i < blocks_.count; i += Tile::kScaleBlocks) {
+        copy_scales(scales, work, i, ring);
+      }
     }
   }
 
   // Copies the scales of the blocks from `first` on that share a stage.
-  __device__ __forceinline__ void copy_scales(const GemmScaleSource<Tile>& scales, uint32_t first,
+  __device__ __forceinline__ void copy_scales(const GemmScaleSource<Tile>& scales,
+                                              const GemmWork& work, uint32_t first,
                                               ScaleRing& ring) const {
-    const uint32_t barrier = shared_ + Tile::kOffsetControl + (2 * Tile::kStages + 2) * 8;
-    ptx::mbarrier_wait_soon(barrier + (4 + ring.stage) * 8, ring.phase ^ 1);
+    const uint32_t barriers = shared_ + Tile::kOffsetControl + (2 * Tile::kStages + 2) * 8;
+    const uint32_t barrier = barriers + ring.stage * 8;
+    ptx::mbarrier_wait_soon(barrier + 4 * 8, ring.phase ^ 1);
     const uint32_t target = shared_ + Tile::kOffsetScales + ring.stage * Tile::kScaleBytes;
-    const uint32_t left = blocks_.count - first;
-    scales.copy(target, blocks_.first + first,
-                left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks);
-    ptx::mbarrier_arrive_copies(barrier + ring.stage * 8);
+    const uint32_t block = blocks_.first + first, left = blocks_.count - first;
+    if (!Tile::kGathers && copies_box(params_.scale_copy) && ptx::elect_one()) {
+      const bool along_k = params_.scale_copy == GemmScaleCopy::kBoxAlongK;
+      ptx::mbarrier_expect(barrier, params_.box_rows_scale * Tile::kScaleBlocks * 4);
+      ptx::tma_load(target, &params_.a_scale, barrier, along_k ? block : work.row,
+                    along_k ? work.row : block, work.batch);
+    }
+    scales.copy(target, block, left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks);
+    ptx::mbarrier_arrive_copies(barrier);
     ring.advance();
   }
 

@@ -115,12 +115,12 @@ struct GemmTile : Config {
   // A block of k has one scale for each row, and this many for the columns.
   static constexpr int kColumnScales =
       kScale == GemmScale::group ? kTileColumns : kBoxesB * ceil_div(kBoxRowsB, 128);
-  // Scales are copied for four blocks of k at a time: if a row's scales are contiguous along k, a
-  // thread copies its 16 bytes at once.
+  // Scales are copied for four blocks of k at a time, since less than 16 bytes is no box.
   static constexpr int kScaleBlocks = 4;
   static constexpr int kScaleStages = !kBlockScales ? 0 : kTileRows > 128 ? 2 : 4;
   static constexpr int kColumnScaleBytes = round_up(kColumnScales * 4, 16);
-  static constexpr int kScaleBytes = kScaleBlocks * (kTileRows * 4 + kColumnScaleBytes);
+  static constexpr int kScaleBytes =
+      round_up(kScaleBlocks * (kTileRows * 4 + kColumnScaleBytes), 128);
 
   static constexpr int kMaxGroups = 1024;
   static constexpr bool kHasTable = Config::kGroups == GemmGroups::offsets ||
