@@ -7,16 +7,16 @@
 
 namespace flashinfer {
 
-// Four warps have 16 rows of a block each; lane i knows row i % 16 of its warp's. Where two CTAs
-// share the rows, their eight warps have 8 each, and lane i knows row i % 8.
+// `kWarps` warps of each of `kSharers` CTAs have as many of a block's 64 rows each; lane i knows row
+// i % kWarpRows of its warp's.
 //
 // Rows beyond the item repeat its last one, and pages that do not exist the cache's last one, so
 // that no load has a condition: the compiler would load into other registers, copy from there, and
 // so wait for each load at once. What rows beyond the item hold gets no weight.
-template <typename Kpe, int kSharers = 1>
+template <typename Kpe, int kWarps = 4, int kSharers = 1>
 class MlaCacheRows {
  public:
-  static constexpr int kWarpRows = 16 / kSharers;
+  static constexpr int kWarpRows = 64 / kWarps / kSharers;
   // In units of 16 bytes.
   struct Places {
     int ckv, kpe;
@@ -27,9 +27,9 @@ class MlaCacheRows {
 
   // The warp's first row of a block.
   __device__ __forceinline__ static int first_row() {
-    const int warp = threadIdx.x / 32 % 4;
+    const int warp = threadIdx.x / 32 % kWarps;
     if constexpr (kSharers == 1) return warp * kWarpRows;
-    return (static_cast<int>(ptx::cluster_rank()) * 4 + warp) * kWarpRows;
+    return (static_cast<int>(ptx::cluster_rank()) * kWarps + warp) * kWarpRows;
   }
 
   __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {

@@ -306,7 +306,7 @@ class MlaConsumer {
     const uint64_t v = value_operand(kGroup, half);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma<T, true>(output, weights[step], ptx::wgmma_advance(v, step * 2048), true);
+      add_products(output, weights[step], ptx::wgmma_advance(v, step * 2048));
     }
     ptx::wgmma_commit();
   }
@@ -317,10 +317,25 @@ class MlaConsumer {
     const uint64_t p = ptx::wgmma_operand(shared_ + Tile::kOffsetWeights);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma<T, true>(output, ptx::wgmma_advance(p, step * 32),
-                          ptx::wgmma_advance(v, step * 2048), true);
+      add_products(output, ptx::wgmma_advance(p, step * 32), ptx::wgmma_advance(v, step * 2048));
     }
     ptx::wgmma_commit();
+  }
+
+  // In pieces of 128 columns where the compiler counts 128 registers a thread at first.
+  template <typename A>
+  __device__ __forceinline__ static void add_products(Output& output, const A& a, uint64_t v) {
+    if constexpr (Tile::kThreadRegisters > 128) {
+      ptx::wgmma<T, true>(output, a, v, true);
+    } else {
+      constexpr int kTiles = 16;
+      using Piece = float[kTiles][4];
+#pragma unroll
+      for (int i = 0; i < Tile::kOutputTiles / kTiles; ++i) {
+        ptx::wgmma<T, true>(reinterpret_cast<Piece&>(output[i * kTiles]), a,
+                            ptx::wgmma_advance(v, i * 2 * Tile::kChunkBytes), true);
+      }
+    }
   }
 
   __device__ __forceinline__ uint64_t value_operand(int block, int half) const {

@@ -14,9 +14,9 @@
 
 namespace flashinfer {
 
-// One warp does it.
+// One warp does it. `load_warps` arrive for each chunk; with none the copy engine brings it.
 template <int kSharers>
-__device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copies_by_threads) {
+__device__ __forceinline__ void init_mla_barriers(MlaControl& control, int load_warps) {
   constexpr int kWarps = 4;  // of a warpgroup
   constexpr int kFull = 2 * kMlaMaxChunks, kEmpty = 2 * kNumParts;
   static_assert(kFull + kEmpty <= 32);
@@ -25,11 +25,11 @@ __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copi
   };
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
-    init(control.q_full, copies_by_threads ? kWarps : kWarps - 1);
+    init(control.q_full, load_warps != 0 ? load_warps : kWarps - 1);
     init(control.q_empty, 2 * kWarps);
   }
   if (lane < kFull) {
-    init((&control.kv_full[0][0])[lane], copies_by_threads ? kWarps : 1);
+    init((&control.kv_full[0][0])[lane], load_warps != 0 ? load_warps : 1);
   } else if (lane < kFull + kEmpty) {
     init((&control.kv_empty[0][0])[lane - kFull], kWarps * kSharers);
   }
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp_idx == 0) {
-    init_mla_barriers<kSharers>(control, Tile::kWidens || params.box_rows == 0);
+    init_mla_barriers<kSharers>(control, params.box_rows == 0 ? Tile::kLoadWarps : 0);
   } else if (warp_idx == kMlaCopyWarp && params.box_rows != 0) {
     ptx::tma_prefetch_map(&params.ckv);
     if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
@@ -57,17 +57,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
-  // Scales of a warp's rows need registers, unless the other CTA widens half of them.
-  constexpr int kMore = Tile::kScaled && kSharers == 1 ? 8 : 0;
-  if (warp_idx / 4 == 2) {
-    ptx::decrease_registers<Tile::kProducerRegisters + 2 * kMore>();
+  if (warp_idx >= kMlaCopyWarp) {
+    ptx::decrease_registers<Tile::kProducerRegisters>();
     if constexpr (Tile::kWidens) {
       MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
   } else {
-    ptx::increase_registers<Tile::kConsumerRegisters - kMore>();
+    ptx::increase_registers<Tile::kConsumerRegisters>();
     int last_merge;
     if (warp_idx / 4 == 0) {
       last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run();
@@ -83,7 +81,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
   }
   // The other CTA of the cluster may still arrive at barriers of this one.
-  if (kSharers != 1 && (!Tile::kWidens || warp_idx / 4 == 2)) {
+  if (kSharers != 1 && (!Tile::kWidens || warp_idx >= kMlaCopyWarp)) {
     __syncwarp();
     ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();

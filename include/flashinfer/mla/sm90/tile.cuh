@@ -45,11 +45,15 @@ struct MlaTile {
   static constexpr int kChunkBytes = 64 * 128;
   static constexpr int kOutputTiles = kDimCkv / 2 / 8;
 
-  static constexpr int kConsumerThreads = 256, kThreads = 384;
-  static constexpr int kProducerRegisters = kWidens ? 88 : kDimCkv == 512 ? 56 : 72;
+  // Widening takes longer than copying: two warpgroups do it.
+  static constexpr int kLoadWarps = kWidens ? 8 : 4;
+  static constexpr int kConsumerThreads = 256, kThreads = kConsumerThreads + 32 * kLoadWarps;
+  static constexpr int kProducerRegisters = kWidens ? 48 : kDimCkv == 512 ? 56 : 72;
   static constexpr int kConsumerRegisters = kWidens ? 208 : kDimCkv == 512 ? 224 : 216;
-  // A launch has 168 for each thread. Asking for more waits for ever.
-  static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
+  // A launch has as many for each thread. Asking for more waits for ever.
+  static constexpr int kThreadRegisters = kThreads == 512 ? 128 : 168;
+  static_assert(kProducerRegisters * 32 * kLoadWarps + kConsumerRegisters * kConsumerThreads ==
+                kThreadRegisters * kThreads);
 
   static constexpr int kOffsetQ = 0;
   static constexpr int kOffsetK = kChunks * kChunkBytes;  // of block 0
@@ -67,7 +71,7 @@ struct MlaProfiledTile : Tile {
 // Who writes events in a CTA: each warpgroup has a group of its own.
 inline constexpr uint32_t kMlaProfileGroups = 3;
 
-inline constexpr int kMlaCopyWarp = 8;  // the first of the warpgroup that loads
+inline constexpr int kMlaCopyWarp = 8;  // the first of those that load
 
 // Parts of a block: the columns of the first and the second warpgroup, kpe.
 enum MlaPart { kLeft, kRight, kRope, kNumParts };

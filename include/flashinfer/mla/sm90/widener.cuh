@@ -33,7 +33,7 @@ class MlaWidener {
   using T = typename Tile::T;
   using Q = typename Tile::Q;
   using Kpe = typename Tile::Kpe;
-  using CacheRows = MlaCacheRows<Kpe, kSharers>;
+  using CacheRows = MlaCacheRows<Kpe, Tile::kLoadWarps, kSharers>;
   static constexpr int kWarpRows = CacheRows::kWarpRows;
   static constexpr int kHalfColumns = Tile::kDimCkv / 2;
   static constexpr int kRowLanes = kHalfColumns / 16;        // that load a half of a row
@@ -42,8 +42,8 @@ class MlaWidener {
   // Lanes that load a row of kpe, and loads.
   static constexpr int kRopeLanes = Tile::kDimKpe * static_cast<int>(sizeof(Kpe)) / 16;
   static constexpr int kRopeLoads = kWarpRows * kRopeLanes / 32;
-  // Lanes that know the same row, and scales of it that each of them holds.
-  static constexpr int kSameRow = 32 / kWarpRows, kLaneScales = 4 / kSameRow;
+  // Lanes that know the same row.
+  static constexpr int kSameRow = 32 / kWarpRows;
 
  public:
   __device__ __forceinline__ MlaWidener(const MlaParams& params, char* shared, MlaControl& control)
@@ -51,7 +51,7 @@ class MlaWidener {
         control_(control),
         profile_(params, 2, kMlaProfileGroups, threadIdx.x % 128 == 0),
         shared_(ptx::shared_address(shared)) {
-    warp_idx_ = threadIdx.x / 32 % 4;
+    warp_idx_ = threadIdx.x / 32 % Tile::kLoadWarps;
     lane_idx_ = threadIdx.x % 32;
     if (kSharers == 2) to_other_ = ptx::remote_address(shared_, ptx::cluster_rank() ^ 1) - shared_;
   }
@@ -111,7 +111,7 @@ class MlaWidener {
 
   // A warp has a few rows at a time, whose loads are under way together.
   __device__ __forceinline__ void load_query(const MlaWorkItem item, uint32_t parity) {
-    constexpr int kTogether = 4, kWarps = 4;
+    constexpr int kTogether = 2, kWarps = Tile::kLoadWarps;
     ptx::mbarrier_wait(address(control_.q_empty), parity ^ 1);
 #pragma unroll 1
     for (int first = warp_idx_; first < Tile::kRows; first += kTogether * kWarps) {
@@ -185,22 +185,12 @@ class MlaWidener {
 
   // Where the row that the lane knows lies.
   using Places = typename CacheRows::Places;
-  // Of the kSameRow lanes that know a row, lane i has the scales of groups i, i + kSameRow, ...
-  struct Scales {
-    float groups[kLaneScales];
-  };
-
-  __device__ __forceinline__ Scales load_scales(const Places& places) const {
-    Scales scales = {};
-    if constexpr (Tile::kScaled) {
-      const auto* row = static_cast<const uint4*>(params_.ckv.data) + int64_t{places.ckv};
-      const float* of_row = reinterpret_cast<const float*>(row + Tile::kDimCkv / 16);
-#pragma unroll
-      for (int i = 0; i < kLaneScales; ++i) {
-        scales.groups[i] = of_row[lane_idx_ / kWarpRows + i * kSameRow];
-      }
-    }
-    return scales;
+  // The scale of one of the row's groups: of the lanes that know a row, lane i has that of i % 4.
+  __device__ __forceinline__ float load_scale(const Places& places) const {
+    if constexpr (!Tile::kScaled) return 1.f;
+    const auto* row = static_cast<const uint4*>(params_.ckv.data) + int64_t{places.ckv};
+    const float* of_row = reinterpret_cast<const float*>(row + Tile::kDimCkv / 16);
+    return of_row[lane_idx_ / kWarpRows % 4];
   }
 
   __device__ __forceinline__ static uint4 load(const void* base, int row_unit, int unit) {
@@ -236,8 +226,13 @@ class MlaWidener {
 #pragma unroll
     for (int i = 0; i < kRopeLoads; ++i) {
       const int row = i * (32 / kLanes) + lane_idx_ / kLanes;
-      loaded[i] =
-          load(params_.kpe.data, __shfl_sync(0xffffffffu, places.kpe, row), lane_idx_ % kLanes);
+      if constexpr (Tile::kScaled) {  // behind the scales
+        loaded[i] = load(params_.ckv.data, __shfl_sync(0xffffffffu, places.ckv, row),
+                         Tile::kDimCkv / 16 + 1 + lane_idx_ % kLanes);
+      } else {
+        loaded[i] =
+            load(params_.kpe.data, __shfl_sync(0xffffffffu, places.kpe, row), lane_idx_ % kLanes);
+      }
     }
   }
 
@@ -286,7 +281,7 @@ class MlaWidener {
   }
 
   // Stores a half of a block as soon as its place is free.
-  __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], const Scales& scales,
+  __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], float own_scale,
                                              int block, int half, uint32_t parity) const {
     const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
     const uint32_t target =
@@ -297,10 +292,8 @@ class MlaWidener {
       float scale = 1.f;
       if constexpr (Tile::kScaled) {
         const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
-        const int group = lane_idx_ / 8 % 2 + (kSharers == 2 ? 2 * half : 0);
-        const float own =
-            kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
-        scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
+        const int group = lane_idx_ / 8 % 2 + 2 * half;
+        scale = __shfl_sync(0xffffffffu, own_scale, row + group * kWarpRows);
       }
       store_16(place<kRowLanes>(target, i), loaded[i], scale);
     }
@@ -342,7 +335,7 @@ class MlaWidener {
     const Places places = find(item.kv_begin);
     Places next = find(item.kv_begin + Tile::kBlock);
     int page = cache_rows.find_page(item, item.kv_begin + 2 * Tile::kBlock);
-    Scales scales = load_scales(places), next_scales = load_scales(next);
+    float scale = load_scale(places), next_scale = load_scale(next);
 #pragma unroll
     for (int i = 0; i < kHalves; ++i) load_half(loaded[i], places, i == 0 ? kLeft : kRight);
     load_rope(rope, places);
@@ -355,19 +348,19 @@ class MlaWidener {
       // The second block's halves are multiplied the other way round, so that this block's second
       // half is followed by the next block's.
       const int first = block == 0 ? kLeft : kRight, second = 1 - first;
-      store_half(loaded[0], scales, block, first, parity);
+      store_half(loaded[0], scale, block, first, parity);
       const Places later = cache_rows.find(item, page, token + 2 * Tile::kBlock);
       if constexpr (kHalves == 1) load_half(loaded[0], own, second);
-      store_half(loaded[kHalves - 1], scales, block, second, parity);
+      store_half(loaded[kHalves - 1], scale, block, second, parity);
       store_rope(rope, block);
-      scales = next_scales;
+      scale = next_scale;
       __syncwarp();  // no load goes before the stores
       load_half(loaded[0], next, second);
       if constexpr (kHalves == 2) load_half(loaded[1], next, first);
       load_rope(rope, next);
       own = next;
       next = later;
-      next_scales = load_scales(next);
+      next_scale = load_scale(next);
       prefetch(next);
       page = cache_rows.find_page(item, token + 3 * Tile::kBlock);
     }
