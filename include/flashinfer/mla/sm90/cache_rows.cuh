@@ -39,13 +39,18 @@ class MlaCacheRows {
 
   __device__ __forceinline__ Places find(const MlaWorkItem& item, int found_page,
                                          int block_token) const {
-    const int64_t page = min(static_cast<uint32_t>(found_page), params_.num_pages - 1);
-    const uint32_t token = token_of(item, block_token);
-    const int64_t slot = token - params_.page_size.divide(token) * params_.page_size.divisor;
+    return place_of(params_, found_page, token_of(item, block_token));
+  }
+
+  // Where token `token` of a request lies, whose page is known.
+  __device__ __forceinline__ static Places place_of(const MlaParams& params, int found_page,
+                                                    uint32_t token) {
+    const int64_t page = min(static_cast<uint32_t>(found_page), params.num_pages - 1);
+    const int64_t slot = token - params.page_size.divide(token) * params.page_size.divisor;
     const auto unit = [&](const MlaCache& cache, int bytes) {
       return static_cast<int>((page * cache.stride_page + slot * cache.stride_token) * bytes >> 4);
     };
-    return {unit(params_.ckv, 1), unit(params_.kpe, sizeof(Kpe))};
+    return {unit(params.ckv, 1), unit(params.kpe, sizeof(Kpe))};
   }
 
  private:

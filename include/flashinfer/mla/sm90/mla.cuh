@@ -8,14 +8,15 @@
 #include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/consumer.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/mla/sm90/scaled_widener.cuh>
 #include <flashinfer/mla/sm90/widener.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
 
 namespace flashinfer {
 
-// One warp does it. `load_warps` arrive for each chunk; with none the copy engine brings it.
-template <int kSharers>
+// One warp does it. `load_warps` bring chunks; with none the copy engine does.
+template <typename Tile, int kSharers>
 __device__ __forceinline__ void init_mla_barriers(MlaControl& control, int load_warps) {
   constexpr int kWarps = 4;  // of a warpgroup
   constexpr int kFull = 2 * kMlaMaxChunks, kEmpty = 2 * kNumParts;
@@ -29,7 +30,9 @@ __device__ __forceinline__ void init_mla_barriers(MlaControl& control, int load_
     init(control.q_empty, 2 * kWarps);
   }
   if (lane < kFull) {
-    init((&control.kv_full[0][0])[lane], load_warps != 0 ? load_warps : 1);
+    const bool shared_by_half = lane % kMlaMaxChunks < Tile::kChunksCkv;
+    const int arrivals = shared_by_half ? load_warps / Tile::kChunksTogether : load_warps;
+    init((&control.kv_full[0][0])[lane], load_warps != 0 ? arrivals : 1);
   } else if (lane < kFull + kEmpty) {
     init((&control.kv_empty[0][0])[lane - kFull], kWarps * kSharers);
   }
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp_idx == 0) {
-    init_mla_barriers<kSharers>(control, params.box_rows == 0 ? Tile::kLoadWarps : 0);
+    init_mla_barriers<Tile, kSharers>(control, params.box_rows == 0 ? Tile::kLoadWarps : 0);
   } else if (warp_idx == kMlaCopyWarp && params.box_rows != 0) {
     ptx::tma_prefetch_map(&params.ckv);
     if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
@@ -59,7 +62,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
   if (warp_idx >= kMlaCopyWarp) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
-    if constexpr (Tile::kWidens) {
+    if constexpr (Tile::kScaled) {
+      MlaScaledWidener<Tile, kSharers>(params.mla, shared, control).run();
+    } else if constexpr (Tile::kWidens) {
       MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();

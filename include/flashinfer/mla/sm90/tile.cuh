@@ -43,6 +43,19 @@ struct MlaTile {
   // Whether kpe is given back on its own, after the block's logits, and comes before the halves.
   static constexpr bool kRopeFirst = !kWidens && kDimKpe != 0;
   static constexpr int kChunkBytes = 64 * 128;
+  // Eight rows of a chunk of KV are 1 KiB. What lies 1 KiB further: the next eight rows, or, in
+  // halves whose rows threads bring from another CTA, the next chunk.
+  static constexpr int kGroupBytes = kScaled ? 1024 * kChunksHalf : 1024;
+  static constexpr int kColumnBytes = kScaled ? 1024 : kChunkBytes;
+  // Of a chunk in a block, and between groups of eight rows of it.
+  __host__ __device__ static constexpr int chunk_offset(int chunk) {
+    return chunk / kChunksHalf * kChunksHalf * kChunkBytes + chunk % kChunksHalf * kColumnBytes;
+  }
+  __host__ __device__ static constexpr int group_bytes(int chunk) {
+    return chunk == kChunksCkv ? 1024 : kGroupBytes;
+  }
+  // Neighbouring chunks that come together, and have one barrier.
+  static constexpr int kChunksTogether = kScaled ? 2 : 1;
   static constexpr int kOutputTiles = kDimCkv / 2 / 8;
 
   // Widening takes longer than copying: two warpgroups do it.
