@@ -3,20 +3,19 @@
 
 #include <cstdint>
 #include <flashinfer/mla/mla_params.h>
-#include <flashinfer/ptx/cluster.cuh>
 
 namespace flashinfer {
 
-// `kWarps` warps of each of `kSharers` CTAs have as many of a block's 64 rows each; lane i knows row
-// i % kWarpRows of its warp's.
+// `kWarps` warps have as many of a block's 64 rows each; lane i knows row i % kWarpRows of its
+// warp's.
 //
 // Rows beyond the item repeat its last one, and pages that do not exist the cache's last one, so
 // that no load has a condition: the compiler would load into other registers, copy from there, and
 // so wait for each load at once. What rows beyond the item hold gets no weight.
-template <typename Kpe, int kWarps = 4, int kSharers = 1>
+template <typename Kpe, int kWarps = 4>
 class MlaCacheRows {
  public:
-  static constexpr int kWarpRows = 64 / kWarps / kSharers;
+  static constexpr int kWarpRows = 64 / kWarps;
   // In units of 16 bytes.
   struct Places {
     int ckv, kpe;
@@ -27,9 +26,7 @@ class MlaCacheRows {
 
   // The warp's first row of a block.
   __device__ __forceinline__ static int first_row() {
-    const int warp = threadIdx.x / 32 % kWarps;
-    if constexpr (kSharers == 1) return warp * kWarpRows;
-    return (static_cast<int>(ptx::cluster_rank()) * kWarps + warp) * kWarpRows;
+    return threadIdx.x / 32 % kWarps * kWarpRows;
   }
 
   __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if constexpr (Tile::kScaled) {
       MlaScaledWidener<Tile, kSharers>(params.mla, shared, control).run();
     } else if constexpr (Tile::kWidens) {
-      MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
+      MlaWidener<Tile>(params.mla, shared, control).run();
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
