@@ -6,16 +6,15 @@
 
 namespace flashinfer {
 
-// `kWarps` warps have as many of a block's 64 rows each; lane i knows row i % kWarpRows of its
-// warp's.
+// Four warps have 16 rows of a block each; lane i knows row i % 16 of its warp's.
 //
 // Rows beyond the item repeat its last one, and pages that do not exist the cache's last one, so
 // that no load has a condition: the compiler would load into other registers, copy from there, and
 // so wait for each load at once. What rows beyond the item hold gets no weight.
-template <typename Kpe, int kWarps = 4>
+template <typename Kpe>
 class MlaCacheRows {
  public:
-  static constexpr int kWarpRows = 64 / kWarps;
+  static constexpr int kWarpRows = 16;
   // In units of 16 bytes.
   struct Places {
     int ckv, kpe;
@@ -25,9 +24,7 @@ class MlaCacheRows {
       : params_(params), row_(first_row() + threadIdx.x % kWarpRows) {}
 
   // The warp's first row of a block.
-  __device__ __forceinline__ static int first_row() {
-    return threadIdx.x / 32 % kWarps * kWarpRows;
-  }
+  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 % 4 * kWarpRows; }
 
   __device__ __forceinline__ int find_page(const MlaWorkItem& item, int block_token) const {
     const uint32_t number = params_.page_size.divide(token_of(item, block_token));

@@ -22,6 +22,7 @@
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/part_merge.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/mla/sm90/values.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier_cluster.cuh>
@@ -270,18 +271,18 @@ class MlaConsumer {
   __device__ __forceinline__ void multiply_chunk(Logits& logits, int i) const {
     const int chunk = chunk_in_turn(i);
     const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
-    const uint64_t k = ptx::wgmma_operand(block_address(kGroup) + Tile::chunk_offset(chunk), 0,
-                                          Tile::group_bytes(chunk));
+    const uint64_t k = ptx::wgmma_operand(block_address(kGroup), 0, Tile::group_bytes(chunk));
     if (chunk % Tile::kChunksTogether == 0) {
       wait_for_chunk(chunk, phase_);
-      // Who stores has fenced; without a second fence here products are a little slower.
-      if (Tile::kWidens) ptx::async_proxy_fence();
+      // Who stores has fenced; with values of one scale products are a little faster fenced twice.
+      if (Tile::kWidens && !Tile::kScaled) ptx::async_proxy_fence();
     }
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       ptx::wgmma<T, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kChunkBytes + step * 32),
-                           ptx::wgmma_advance(k, step * 32), i + step != 0);
+                           ptx::wgmma_advance(k, Tile::chunk_offset(chunk) + step * 32),
+                           i + step != 0);
     }
   }
 
@@ -306,45 +307,21 @@ class MlaConsumer {
   // Values of the warpgroup's own block.
   __device__ __forceinline__ void add_values_of_registers(Output& output, const Weights& weights,
                                                           int half) {
-    const uint64_t v = value_operand(kGroup, half);
+    const uint64_t v = mla_value_operand<Tile>(block_address(kGroup), half);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      add_products(output, weights[step], ptx::wgmma_advance(v, step * 2 * Tile::kGroupBytes));
-    }
+    for (int step = 0; step < kSteps; ++step) add_mla_values<Tile>(output, weights[step], v, step);
     ptx::wgmma_commit();
   }
 
   // The other warpgroup's values. It has waited for them, and its barrier makes them visible here.
   __device__ __forceinline__ void add_values_of_shared(Output& output, int half) {
-    const uint64_t v = value_operand(kOther, half);
+    const uint64_t v = mla_value_operand<Tile>(block_address(kOther), half);
     const uint64_t p = ptx::wgmma_operand(shared_ + Tile::kOffsetWeights);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      add_products(output, ptx::wgmma_advance(p, step * 32),
-                   ptx::wgmma_advance(v, step * 2 * Tile::kGroupBytes));
+      add_mla_values<Tile>(output, ptx::wgmma_advance(p, step * 32), v, step);
     }
     ptx::wgmma_commit();
-  }
-
-  // In pieces of 128 columns where the compiler counts 128 registers a thread at first.
-  template <typename A>
-  __device__ __forceinline__ static void add_products(Output& output, const A& a, uint64_t v) {
-    if constexpr (Tile::kThreadRegisters > 128) {
-      ptx::wgmma<T, true>(output, a, v, true);
-    } else {
-      constexpr int kTiles = 16;
-      using Piece = float[kTiles][4];
-#pragma unroll
-      for (int i = 0; i < Tile::kOutputTiles / kTiles; ++i) {
-        ptx::wgmma<T, true>(reinterpret_cast<Piece&>(output[i * kTiles]), a,
-                            ptx::wgmma_advance(v, i * 2 * Tile::kColumnBytes), true);
-      }
-    }
-  }
-
-  __device__ __forceinline__ uint64_t value_operand(int block, int half) const {
-    return ptx::wgmma_operand(block_address(block) + Tile::chunk_offset(half * Tile::kChunksHalf),
-                              Tile::kColumnBytes, Tile::kGroupBytes);
   }
 
   // Clears rows of the own block that are beyond the request: 0 * NaN is not 0.
@@ -355,11 +332,7 @@ class MlaConsumer {
     }
     for (int row = num_tokens + warp_idx_; row < Tile::kBlock; row += 4) {
       for (int column = lane_idx_; column < Tile::kChunks * 8; column += 32) {
-        const int chunk = column / 8;
-        ptx::store_shared_16(block_address(kGroup) + Tile::chunk_offset(chunk) +
-                                 row / 8 * Tile::group_bytes(chunk) + row % 8 * 128 +
-                                 (column ^ row) % 8 * 16,
-                             uint4{0, 0, 0, 0});
+        ptx::store_shared_16(block_address(kGroup) + Tile::offset(row, column), uint4{0, 0, 0, 0});
       }
     }
     ptx::async_proxy_fence();
@@ -383,7 +356,8 @@ class MlaConsumer {
   __device__ __forceinline__ void set_scales() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      scales_[h] = params_.sm_scale_log2 * (kScalesQueries ? control_.row_scale[row_ + 8 * h] : 1.f);
+      scales_[h] =
+          params_.sm_scale_log2 * (kScalesQueries ? control_.row_scale[row_ + 8 * h] : 1.f);
     }
   }
 

@@ -1,6 +1,6 @@
 // MLA for Hopper (sm_90a). CTAs are persistent, one per SM; each walks its share of the plan's
-// items. One warpgroup loads (producer.cuh, or widener.cuh from 8 bits), two multiply
-// (consumer.cuh). Sums run in a fixed order: results repeat bit for bit.
+// items. One warpgroup loads (producer.cuh; from 8 bits two: widener.cuh, scaled_widener.cuh), two
+// multiply (consumer.cuh). Sums run in a fixed order: results repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once

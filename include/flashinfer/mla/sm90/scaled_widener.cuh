@@ -213,9 +213,8 @@ class MlaScaledWidener {
   }
 
   // Stores a half of a block as soon as its place is free. Eight lanes use all banks: two rows.
-  __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads],
-                                             const Scales& scales, int block,
-                                             int half, uint32_t parity) const {
+  __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], const Scales& scales,
+                                             int block, int half, uint32_t parity) const {
     const uint32_t first = block_address(block) + Tile::chunk_offset(half * Tile::kChunksHalf);
     ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
 #pragma unroll
@@ -312,8 +311,8 @@ class MlaScaledWidener {
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int lane_idx_;
-  int side_, group_;      // which of either half's scales the warp has, and its first eight rows
-  uint32_t lane_offset_;  // of what the lane stores first, in a half
+  int side_, group_;       // which of either half's scales the warp has, and its first eight rows
+  uint32_t lane_offset_;   // of what the lane stores first, in a half
   uint32_t to_other_ = 0;  // from an address in shared memory to the same one in the other CTA
   uint32_t phases_ = 3;    // bit b: the parity that says that block b is empty
 };

@@ -54,14 +54,19 @@ struct MlaTile {
   __host__ __device__ static constexpr int group_bytes(int chunk) {
     return chunk == kChunksCkv ? 1024 : kGroupBytes;
   }
+  // Of the 16 bytes of column unit `unit` of a row.
+  __device__ static int offset(int row, int unit) {
+    return chunk_offset(unit / 8) + row / 8 * group_bytes(unit / 8) + row % 8 * 128 +
+           (unit ^ row) % 8 * 16;
+  }
   // Neighbouring chunks that come together, and have one barrier.
   static constexpr int kChunksTogether = kScaled ? 2 : 1;
   static constexpr int kOutputTiles = kDimCkv / 2 / 8;
 
-  // Widening takes longer than copying: two warpgroups do it.
-  static constexpr int kLoadWarps = kWidens ? 8 : 4;
+  // Rows with scales take longer to widen: two warpgroups do it.
+  static constexpr int kLoadWarps = kScaled ? 8 : 4;
   static constexpr int kConsumerThreads = 256, kThreads = kConsumerThreads + 32 * kLoadWarps;
-  static constexpr int kProducerRegisters = kWidens ? 48 : kDimCkv == 512 ? 56 : 72;
+  static constexpr int kProducerRegisters = kScaled ? 48 : kWidens ? 88 : kDimCkv == 512 ? 56 : 72;
   static constexpr int kConsumerRegisters = kWidens ? 208 : kDimCkv == 512 ? 224 : 216;
   // A launch has as many for each thread. Asking for more waits for ever.
   static constexpr int kThreadRegisters = kThreads == 512 ? 128 : 168;

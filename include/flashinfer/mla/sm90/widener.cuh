@@ -1,11 +1,10 @@
-// The two warpgroups that feed the others from caches of 8 bits: their eight warps load KV, make
-// float16 of it, which represents every e4m3 value, and store it where the copy engine would.
-// Tokens with scales have a widener of their own (scaled_widener.cuh).
+// The warpgroup that feeds the others from caches of 8 bits: its four warps load KV, make float16
+// of it, which represents every e4m3 value, and store it where the copy engine would. Tokens with
+// scales have a widener of their own (scaled_widener.cuh).
 //
-// Each warp has eight rows of a block, and loads half of their columns at a time into registers.
-// Loads for the next half are asked for when all of the half at hand is stored, and not earlier: a
-// thread waits for loads by few counters, so that one that is waited for would wait for younger
-// ones.
+// Each warp has 16 rows of a block, and loads half of their columns at a time into registers. Loads
+// for the next half are asked for when all of the half at hand is stored, and not earlier: a thread
+// waits for loads by few counters, so that one that is waited for would wait for younger ones.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -30,7 +29,7 @@ class MlaWidener {
   using T = typename Tile::T;
   using Q = typename Tile::Q;
   using Kpe = typename Tile::Kpe;
-  using CacheRows = MlaCacheRows<Kpe, Tile::kLoadWarps>;
+  using CacheRows = MlaCacheRows<Kpe>;
   static constexpr int kWarpRows = CacheRows::kWarpRows;
   static constexpr int kHalfColumns = Tile::kDimCkv / 2;
   static constexpr int kRowLanes = kHalfColumns / 16;        // that load a half of a row
@@ -106,7 +105,7 @@ class MlaWidener {
 
   // A warp has a few rows at a time, whose loads are under way together.
   __device__ __forceinline__ void load_query(const MlaWorkItem item, uint32_t parity) {
-    constexpr int kTogether = 2, kWarps = Tile::kLoadWarps;
+    constexpr int kTogether = 4, kWarps = Tile::kLoadWarps;
     ptx::mbarrier_wait(address(control_.q_empty), parity ^ 1);
 #pragma unroll 1
     for (int first = warp_idx_; first < Tile::kRows; first += kTogether * kWarps) {
@@ -197,33 +196,24 @@ class MlaWidener {
     }
   }
 
-  // Load i of a half has 32 / kRowLanes rows. No shuffle stands among loads: after it the compiler
-  // would copy registers, and so wait for each load.
+  // Load i of a half has 32 / kRowLanes rows.
   __device__ __forceinline__ void load_half(uint4 (&loaded)[kLoads], const Places& places,
                                             int half) const {
-    int rows[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      rows[i] = __shfl_sync(0xffffffffu, places.ckv,
-                            i * (32 / kRowLanes) + lane_idx_ / kRowLanes);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      loaded[i] = load(params_.ckv.data, rows[i], half * kRowLanes + lane_idx_ % kRowLanes);
+      const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
+      loaded[i] = load(params_.ckv.data, __shfl_sync(0xffffffffu, places.ckv, row),
+                       half * kRowLanes + lane_idx_ % kRowLanes);
     }
   }
   __device__ __forceinline__ void load_rope(uint4 (&loaded)[kRopeLoads + 1],
                                             const Places& places) const {
     constexpr int kLanes = kRopeLanes == 0 ? 1 : kRopeLanes;
-    int rows[kRopeLoads + 1];
 #pragma unroll
     for (int i = 0; i < kRopeLoads; ++i) {
-      rows[i] =
-          __shfl_sync(0xffffffffu, places.kpe, i * (32 / kLanes) + lane_idx_ / kLanes);
-    }
-#pragma unroll
-    for (int i = 0; i < kRopeLoads; ++i) {
-      loaded[i] = load(params_.kpe.data, rows[i], lane_idx_ % kLanes);
+      const int row = i * (32 / kLanes) + lane_idx_ / kLanes;
+      loaded[i] =
+          load(params_.kpe.data, __shfl_sync(0xffffffffu, places.kpe, row), lane_idx_ % kLanes);
     }
   }
 
@@ -353,7 +343,7 @@ class MlaWidener {
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_;
-  uint32_t phases_ = 3;    // bit b: the parity that says that block b is empty
+  uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty
 };
 
 }  // namespace flashinfer

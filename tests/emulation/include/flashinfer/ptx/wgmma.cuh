@@ -32,13 +32,13 @@ float operand_element(uint64_t operand, int row, int k) {
   if constexpr (kTransposed) {
     const uint32_t chunk = address + row / 64 * ((operand >> 32 & 0xffff) << 10);
     const uint32_t unit = row % 64 / 8 ^ k % 8;
-    return to_float(load_shared<T>(chunk + k / 8 * group_stride + k % 8 * 128 + unit * 16 +
-                                   row % 8 * 2));
+    return to_float(
+        load_shared<T>(chunk + k / 8 * group_stride + k % 8 * 128 + unit * 16 + row % 8 * 2));
   } else {
     const uint32_t rows = address / 1024 * 1024, byte = k * sizeof(T);
     const uint32_t unit = (address % 128 / 16 + byte / 16) ^ row % 8;
-    return to_float(load_shared<T>(rows + row / 8 * group_stride + row % 8 * 128 + unit * 16 +
-                                   byte % 16));
+    return to_float(
+        load_shared<T>(rows + row / 8 * group_stride + row % 8 * 128 + unit * 16 + byte % 16));
   }
 }
 
