@@ -43,18 +43,18 @@ struct MlaTile {
   // Whether kpe is given back on its own, after the block's logits, and comes before the halves.
   static constexpr bool kRopeFirst = !kWidens && kDimKpe != 0;
   static constexpr int kChunkBytes = 64 * 128;
-  // Eight rows of a chunk of KV are 1 KiB. What lies 1 KiB further: the next eight rows, or, in
-  // halves whose rows threads bring from another CTA, the next chunk.
+  // Eight rows of a chunk of KV are 1 KiB. Next to them lie the next eight rows, or, in halves that
+  // come from another CTA, the same rows of the next chunk.
   static constexpr int kGroupBytes = kScaled ? 1024 * kChunksHalf : 1024;
   static constexpr int kColumnBytes = kScaled ? 1024 : kChunkBytes;
-  // Of a chunk in a block, and between groups of eight rows of it.
+  // Where a chunk begins in a block, and the distance between groups of eight rows of it.
   __host__ __device__ static constexpr int chunk_offset(int chunk) {
     return chunk / kChunksHalf * kChunksHalf * kChunkBytes + chunk % kChunksHalf * kColumnBytes;
   }
   __host__ __device__ static constexpr int group_bytes(int chunk) {
     return chunk == kChunksCkv ? 1024 : kGroupBytes;
   }
-  // Of the 16 bytes of column unit `unit` of a row.
+  // Where the 16 bytes of columns `unit` of a row lie.
   __device__ static int offset(int row, int unit) {
     return chunk_offset(unit / 8) + row / 8 * group_bytes(unit / 8) + row % 8 * 128 +
            (unit ^ row) % 8 * 16;
