@@ -74,7 +74,7 @@ def test_faults_are_found(emulator: Emulator, statement: str, other: str) -> Non
 WIDE = "flashinfer/mla/sm90/mla.cuh"
 WIDE_CONSUMER = "flashinfer/mla/sm90/consumer.cuh"
 WIDE_PRODUCER = "flashinfer/mla/sm90/producer.cuh"
-WIDENER = "flashinfer/mla/sm90/widener.cuh"
+SCALED_WIDENER = "flashinfer/mla/sm90/scaled_widener.cuh"
 PLACE_WAIT = "ptx::mbarrier_wait_soon(address(control_.kv_empty[block][part]), parity);"
 E4M3 = "float8_e4m3fn"
 PART_MERGE = "flashinfer/mla/sm90/part_merge.cuh"
@@ -173,17 +173,17 @@ def test_faults_of_the_wide_kernel_are_found(
     ("statement", "other"),
     one_by_default(
         [
-            ("ptx::mbarrier_arrive_expect(full, kBytes);", "ptx::mbarrier_arrive(full);"),
+            ("ptx::mbarrier_arrive_expect(full, bytes);", "ptx::mbarrier_arrive(full);"),
             ("ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);", ""),
-            ("load_half(loaded[1], next, first);", "load_half(loaded[1], next, second);"),
-            ("bulk_copy_remote(rows + to_other_", "bulk_copy_remote(rows"),
+            ("i == 0 ? first : 1 - first", "first"),
+            ("bulk_copy_remote(stretch + to_other_", "bulk_copy_remote(stretch"),
         ]
     ),
 )
 def test_faults_of_shared_widening_are_found(
     emulator: Emulator, statement: str, other: str
 ) -> None:
-    emulator.substitute(WIDENER, statement, other)
+    emulator.substitute(SCALED_WIDENER, statement, other)
     dtypes = ("bfloat16", E4M3, "bfloat16")
     assert find_wide_fault(emulator, dtypes, (512, 64), in_pairs=True, scaled=True)
 

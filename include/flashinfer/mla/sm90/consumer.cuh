@@ -22,6 +22,7 @@
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/part_merge.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/mla/sm90/values.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier_cluster.cuh>
@@ -39,6 +40,7 @@ class MlaConsumer {
   // block's values before the second softmax. KV is then given back later, which costs more where
   // steps wait for memory: with few heads.
   static constexpr bool kAhead = kSharers == 2 || Tile::kWidens;
+  static constexpr bool kScalesQueries = Tile::kWidens && !Tile::kScaled;
   using T = typename Tile::T;
   static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
   static constexpr float kHeadroom = 8.f;
@@ -269,15 +271,17 @@ class MlaConsumer {
   __device__ __forceinline__ void multiply_chunk(Logits& logits, int i) const {
     const int chunk = chunk_in_turn(i);
     const uint64_t q = ptx::wgmma_operand(shared_ + Tile::kOffsetQ);
-    const uint64_t k = ptx::wgmma_operand(block_address(kGroup));
-    wait_for_chunk(chunk, phase_);
-    // Who stores has fenced; without a second fence here products are a little slower.
-    if (Tile::kWidens) ptx::async_proxy_fence();
+    const uint64_t k = ptx::wgmma_operand(block_address(kGroup), 0, Tile::group_bytes(chunk));
+    if (chunk % Tile::kChunksTogether == 0) {
+      wait_for_chunk(chunk, phase_);
+      // Who stores has fenced; with values of one scale products are a little faster fenced twice.
+      if (Tile::kWidens && !Tile::kScaled) ptx::async_proxy_fence();
+    }
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      const uint32_t offset = chunk * Tile::kChunkBytes + step * 32;
-      ptx::wgmma<T, false>(logits, ptx::wgmma_advance(q, offset), ptx::wgmma_advance(k, offset),
+      ptx::wgmma<T, false>(logits, ptx::wgmma_advance(q, chunk * Tile::kChunkBytes + step * 32),
+                           ptx::wgmma_advance(k, Tile::chunk_offset(chunk) + step * 32),
                            i + step != 0);
     }
   }
@@ -303,39 +307,32 @@ class MlaConsumer {
   // Values of the warpgroup's own block.
   __device__ __forceinline__ void add_values_of_registers(Output& output, const Weights& weights,
                                                           int half) {
-    const uint64_t v = value_operand(kGroup, half);
+    const uint64_t v = mla_value_operand<Tile>(block_address(kGroup), half);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma<T, true>(output, weights[step], ptx::wgmma_advance(v, step * 2048), true);
-    }
+    for (int step = 0; step < kSteps; ++step) add_mla_values<Tile>(output, weights[step], v, step);
     ptx::wgmma_commit();
   }
 
   // The other warpgroup's values. It has waited for them, and its barrier makes them visible here.
   __device__ __forceinline__ void add_values_of_shared(Output& output, int half) {
-    const uint64_t v = value_operand(kOther, half);
+    const uint64_t v = mla_value_operand<Tile>(block_address(kOther), half);
     const uint64_t p = ptx::wgmma_operand(shared_ + Tile::kOffsetWeights);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma<T, true>(output, ptx::wgmma_advance(p, step * 32),
-                          ptx::wgmma_advance(v, step * 2048), true);
+      add_mla_values<Tile>(output, ptx::wgmma_advance(p, step * 32), v, step);
     }
     ptx::wgmma_commit();
-  }
-
-  __device__ __forceinline__ uint64_t value_operand(int block, int half) const {
-    const uint32_t first = block_address(block) + half * Tile::kChunksHalf * Tile::kChunkBytes;
-    return ptx::wgmma_operand(first, Tile::kChunkBytes, 1024);
   }
 
   // Clears rows of the own block that are beyond the request: 0 * NaN is not 0.
   __device__ __forceinline__ void clear_rows(int num_tokens, uint32_t phase) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < Tile::kChunks; ++chunk) wait_for_chunk(chunk, phase);
+    for (int chunk = 0; chunk < Tile::kChunks; chunk += Tile::kChunksTogether) {
+      wait_for_chunk(chunk, phase);
+    }
     for (int row = num_tokens + warp_idx_; row < Tile::kBlock; row += 4) {
       for (int column = lane_idx_; column < Tile::kChunks * 8; column += 32) {
-        ptx::store_shared_16(block_address(kGroup) + swizzled_offset<64>(row, column),
-                             uint4{0, 0, 0, 0});
+        ptx::store_shared_16(block_address(kGroup) + Tile::offset(row, column), uint4{0, 0, 0, 0});
       }
     }
     ptx::async_proxy_fence();
@@ -359,7 +356,8 @@ class MlaConsumer {
   __device__ __forceinline__ void set_scales() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      scales_[h] = params_.sm_scale_log2 * (Tile::kWidens ? control_.row_scale[row_ + 8 * h] : 1.f);
+      scales_[h] =
+          params_.sm_scale_log2 * (kScalesQueries ? control_.row_scale[row_ + 8 * h] : 1.f);
     }
   }
 

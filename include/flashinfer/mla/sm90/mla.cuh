@@ -1,6 +1,6 @@
 // MLA for Hopper (sm_90a). CTAs are persistent, one per SM; each walks its share of the plan's
-// items. One warpgroup loads (producer.cuh, or widener.cuh from 8 bits), two multiply
-// (consumer.cuh). Sums run in a fixed order: results repeat bit for bit.
+// items. One warpgroup loads (producer.cuh; from 8 bits two: widener.cuh, scaled_widener.cuh), two
+// multiply (consumer.cuh). Sums run in a fixed order: results repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once
@@ -8,15 +8,16 @@
 #include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/consumer.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
+#include <flashinfer/mla/sm90/scaled_widener.cuh>
 #include <flashinfer/mla/sm90/widener.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
 
 namespace flashinfer {
 
-// One warp does it.
-template <int kSharers>
-__device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copies_by_threads) {
+// One warp does it. `load_warps` bring chunks; with none the copy engine does.
+template <typename Tile, int kSharers>
+__device__ __forceinline__ void init_mla_barriers(MlaControl& control, int load_warps) {
   constexpr int kWarps = 4;  // of a warpgroup
   constexpr int kFull = 2 * kMlaMaxChunks, kEmpty = 2 * kNumParts;
   static_assert(kFull + kEmpty <= 32);
@@ -25,11 +26,13 @@ __device__ __forceinline__ void init_mla_barriers(MlaControl& control, bool copi
   };
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
-    init(control.q_full, copies_by_threads ? kWarps : kWarps - 1);
+    init(control.q_full, load_warps != 0 ? load_warps : kWarps - 1);
     init(control.q_empty, 2 * kWarps);
   }
   if (lane < kFull) {
-    init((&control.kv_full[0][0])[lane], copies_by_threads ? kWarps : 1);
+    const bool shared_by_half = lane % kMlaMaxChunks < Tile::kChunksCkv;
+    const int arrivals = shared_by_half ? load_warps / Tile::kChunksTogether : load_warps;
+    init((&control.kv_full[0][0])[lane], load_warps != 0 ? arrivals : 1);
   } else if (lane < kFull + kEmpty) {
     init((&control.kv_empty[0][0])[lane - kFull], kWarps * kSharers);
   }
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   MlaControl& control = *reinterpret_cast<MlaControl*>(shared + Tile::kOffsetControl);
   const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp_idx == 0) {
-    init_mla_barriers<kSharers>(control, Tile::kWidens || params.box_rows == 0);
+    init_mla_barriers<Tile, kSharers>(control, params.box_rows == 0 ? Tile::kLoadWarps : 0);
   } else if (warp_idx == kMlaCopyWarp && params.box_rows != 0) {
     ptx::tma_prefetch_map(&params.ckv);
     if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
@@ -57,17 +60,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
-  // Scales of a warp's rows need registers, unless the other CTA widens half of them.
-  constexpr int kMore = Tile::kScaled && kSharers == 1 ? 8 : 0;
-  if (warp_idx / 4 == 2) {
-    ptx::decrease_registers<Tile::kProducerRegisters + 2 * kMore>();
-    if constexpr (Tile::kWidens) {
-      MlaWidener<Tile, kSharers>(params.mla, shared, control).run();
+  if (warp_idx >= kMlaCopyWarp) {
+    ptx::decrease_registers<Tile::kProducerRegisters>();
+    if constexpr (Tile::kScaled) {
+      MlaScaledWidener<Tile, kSharers>(params.mla, shared, control).run();
+    } else if constexpr (Tile::kWidens) {
+      MlaWidener<Tile>(params.mla, shared, control).run();
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
   } else {
-    ptx::increase_registers<Tile::kConsumerRegisters - kMore>();
+    ptx::increase_registers<Tile::kConsumerRegisters>();
     int last_merge;
     if (warp_idx / 4 == 0) {
       last_merge = MlaConsumer<Tile, 0, kSharers>(params.mla, shared, control).run();
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
   }
   // The other CTA of the cluster may still arrive at barriers of this one.
-  if (kSharers != 1 && (!Tile::kWidens || warp_idx / 4 == 2)) {
+  if (kSharers != 1 && (!Tile::kWidens || warp_idx >= kMlaCopyWarp)) {
     __syncwarp();
     ptx::cluster_arrive_relaxed();
     ptx::cluster_wait();

@@ -43,13 +43,35 @@ struct MlaTile {
   // Whether kpe is given back on its own, after the block's logits, and comes before the halves.
   static constexpr bool kRopeFirst = !kWidens && kDimKpe != 0;
   static constexpr int kChunkBytes = 64 * 128;
+  // Eight rows of a chunk of KV are 1 KiB. Next to them lie the next eight rows, or, in halves that
+  // come from another CTA, the same rows of the next chunk.
+  static constexpr int kGroupBytes = kScaled ? 1024 * kChunksHalf : 1024;
+  static constexpr int kColumnBytes = kScaled ? 1024 : kChunkBytes;
+  // Where a chunk begins in a block, and the distance between groups of eight rows of it.
+  __host__ __device__ static constexpr int chunk_offset(int chunk) {
+    return chunk / kChunksHalf * kChunksHalf * kChunkBytes + chunk % kChunksHalf * kColumnBytes;
+  }
+  __host__ __device__ static constexpr int group_bytes(int chunk) {
+    return chunk == kChunksCkv ? 1024 : kGroupBytes;
+  }
+  // Where the 16 bytes of columns `unit` of a row lie.
+  __device__ static int offset(int row, int unit) {
+    return chunk_offset(unit / 8) + row / 8 * group_bytes(unit / 8) + row % 8 * 128 +
+           (unit ^ row) % 8 * 16;
+  }
+  // Neighbouring chunks that come together, and have one barrier.
+  static constexpr int kChunksTogether = kScaled ? 2 : 1;
   static constexpr int kOutputTiles = kDimCkv / 2 / 8;
 
-  static constexpr int kConsumerThreads = 256, kThreads = 384;
-  static constexpr int kProducerRegisters = kWidens ? 88 : kDimCkv == 512 ? 56 : 72;
+  // Rows with scales take longer to widen: two warpgroups do it.
+  static constexpr int kLoadWarps = kScaled ? 8 : 4;
+  static constexpr int kConsumerThreads = 256, kThreads = kConsumerThreads + 32 * kLoadWarps;
+  static constexpr int kProducerRegisters = kScaled ? 48 : kWidens ? 88 : kDimCkv == 512 ? 56 : 72;
   static constexpr int kConsumerRegisters = kWidens ? 208 : kDimCkv == 512 ? 224 : 216;
-  // A launch has 168 for each thread. Asking for more waits for ever.
-  static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
+  // A launch has as many for each thread. Asking for more waits for ever.
+  static constexpr int kThreadRegisters = kThreads == 512 ? 128 : 168;
+  static_assert(kProducerRegisters * 32 * kLoadWarps + kConsumerRegisters * kConsumerThreads ==
+                kThreadRegisters * kThreads);
 
   static constexpr int kOffsetQ = 0;
   static constexpr int kOffsetK = kChunks * kChunkBytes;  // of block 0
@@ -67,7 +89,7 @@ struct MlaProfiledTile : Tile {
 // Who writes events in a CTA: each warpgroup has a group of its own.
 inline constexpr uint32_t kMlaProfileGroups = 3;
 
-inline constexpr int kMlaCopyWarp = 8;  // the first of the warpgroup that loads
+inline constexpr int kMlaCopyWarp = 8;  // the first of those that load
 
 // Parts of a block: the columns of the first and the second warpgroup, kpe.
 enum MlaPart { kLeft, kRight, kRope, kNumParts };

@@ -1,13 +1,10 @@
 // The warpgroup that feeds the others from caches of 8 bits: its four warps load KV, make float16
-// of it, which represents every e4m3 value, and store it where the copy engine would.
+// of it, which represents every e4m3 value, and store it where the copy engine would. Tokens with
+// scales have a widener of their own (scaled_widener.cuh).
 //
 // Each warp has 16 rows of a block, and loads half of their columns at a time into registers. Loads
 // for the next half are asked for when all of the half at hand is stored, and not earlier: a thread
 // waits for loads by few counters, so that one that is waited for would wait for younger ones.
-//
-// The two CTAs of a cluster have the same KV rows. Each widens half of them. A warp then has 8
-// rows, and loads all of their columns at a time. Its 8 rows of a chunk are a stretch of 1 KiB,
-// which the copy engine brings to the other CTA.
 //
 // Queries become T, too: with a power of two per row, so that none is too large or too small
 // for it. Logits are multiplied by its inverse.
@@ -20,7 +17,6 @@
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/global.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
-#include <flashinfer/ptx/mbarrier_cluster.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/prefetch.cuh>
 #include <flashinfer/ptx/shared.cuh>
@@ -28,22 +24,21 @@
 
 namespace flashinfer {
 
-template <typename Tile, int kSharers>
+template <typename Tile>
 class MlaWidener {
   using T = typename Tile::T;
   using Q = typename Tile::Q;
   using Kpe = typename Tile::Kpe;
-  using CacheRows = MlaCacheRows<Kpe, kSharers>;
+  using CacheRows = MlaCacheRows<Kpe>;
   static constexpr int kWarpRows = CacheRows::kWarpRows;
   static constexpr int kHalfColumns = Tile::kDimCkv / 2;
   static constexpr int kRowLanes = kHalfColumns / 16;        // that load a half of a row
   static constexpr int kLoads = kWarpRows * kRowLanes / 32;  // of a half of the warp's rows
-  static constexpr int kHalves = kSharers;                   // that are loaded at a time
   // Lanes that load a row of kpe, and loads.
   static constexpr int kRopeLanes = Tile::kDimKpe * static_cast<int>(sizeof(Kpe)) / 16;
   static constexpr int kRopeLoads = kWarpRows * kRopeLanes / 32;
-  // Lanes that know the same row, and scales of it that each of them holds.
-  static constexpr int kSameRow = 32 / kWarpRows, kLaneScales = 4 / kSameRow;
+  // Lanes that know the same row.
+  static constexpr int kSameRow = 32 / kWarpRows;
 
  public:
   __device__ __forceinline__ MlaWidener(const MlaParams& params, char* shared, MlaControl& control)
@@ -51,9 +46,8 @@ class MlaWidener {
         control_(control),
         profile_(params, 2, kMlaProfileGroups, threadIdx.x % 128 == 0),
         shared_(ptx::shared_address(shared)) {
-    warp_idx_ = threadIdx.x / 32 % 4;
+    warp_idx_ = threadIdx.x / 32 % Tile::kLoadWarps;
     lane_idx_ = threadIdx.x % 32;
-    if (kSharers == 2) to_other_ = ptx::remote_address(shared_, ptx::cluster_rank() ^ 1) - shared_;
   }
 
   __device__ __forceinline__ void run() {
@@ -111,7 +105,7 @@ class MlaWidener {
 
   // A warp has a few rows at a time, whose loads are under way together.
   __device__ __forceinline__ void load_query(const MlaWorkItem item, uint32_t parity) {
-    constexpr int kTogether = 4, kWarps = 4;
+    constexpr int kTogether = 4, kWarps = Tile::kLoadWarps;
     ptx::mbarrier_wait(address(control_.q_empty), parity ^ 1);
 #pragma unroll 1
     for (int first = warp_idx_; first < Tile::kRows; first += kTogether * kWarps) {
@@ -185,24 +179,6 @@ class MlaWidener {
 
   // Where the row that the lane knows lies.
   using Places = typename CacheRows::Places;
-  // Of the kSameRow lanes that know a row, lane i has the scales of groups i, i + kSameRow, ...
-  struct Scales {
-    float groups[kLaneScales];
-  };
-
-  __device__ __forceinline__ Scales load_scales(const Places& places) const {
-    Scales scales = {};
-    if constexpr (Tile::kScaled) {
-      const auto* row = static_cast<const uint4*>(params_.ckv.data) + int64_t{places.ckv};
-      const float* of_row = reinterpret_cast<const float*>(row + Tile::kDimCkv / 16);
-#pragma unroll
-      for (int i = 0; i < kLaneScales; ++i) {
-        scales.groups[i] = of_row[lane_idx_ / kWarpRows + i * kSameRow];
-      }
-    }
-    return scales;
-  }
-
   __device__ __forceinline__ static uint4 load(const void* base, int row_unit, int unit) {
     return ptx::load_global_16(static_cast<const uint4*>(base) +
                                (static_cast<int64_t>(row_unit) + unit));
@@ -211,7 +187,7 @@ class MlaWidener {
   // Asks for a row in L2, a block before its loads: a line of 128 bytes of it for each lane that
   // knows the row, then the others.
   __device__ __forceinline__ void prefetch(const Places& places) const {
-    constexpr int kLines = Tile::kDimCkv / 128 + (Tile::kScaled ? 2 : 0);
+    constexpr int kLines = Tile::kDimCkv / 128;
     const char* const row = static_cast<const char*>(params_.ckv.data) + int64_t{places.ckv} * 16;
 #pragma unroll
     for (int i = 0; i < kLines; i += kSameRow) {
@@ -261,20 +237,17 @@ class MlaWidener {
   // banks.
   __device__ __forceinline__ bool swaps() const { return lane_idx_ / 4 % 2 != 0; }
 
-  __device__ __forceinline__ void store_16(uint32_t target, const uint4& bytes, float scale) const {
+  __device__ __forceinline__ void store_16(uint32_t target, const uint4& bytes) const {
     const uint2 first = swaps() ? uint2{bytes.z, bytes.w} : uint2{bytes.x, bytes.y};
     const uint2 second = swaps() ? uint2{bytes.x, bytes.y} : uint2{bytes.z, bytes.w};
-    ptx::store_shared_16(target, widen(first, scale));
-    ptx::store_shared_16(target ^ 16, widen(second, scale));
+    ptx::store_shared_16(target, widen(first));
+    ptx::store_shared_16(target ^ 16, widen(second));
   }
-  __device__ __forceinline__ static uint4 widen(const uint2& bytes, float scale) {
+  __device__ __forceinline__ static uint4 widen(const uint2& bytes) {
     uint32_t pairs[4];
     float8_to_half2<typename Tile::Ckv>(bytes.x, pairs[0], pairs[1]);
     float8_to_half2<typename Tile::Ckv>(bytes.y, pairs[2], pairs[3]);
-    if constexpr (!Tile::kScaled) return {pairs[0], pairs[1], pairs[2], pairs[3]};
-    float values[8];
-    unpack<dtype::float16>(pairs, values);
-    return pack_8(values, scale);
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 
   __device__ __forceinline__ uint32_t block_address(int block) const {
@@ -286,24 +259,14 @@ class MlaWidener {
   }
 
   // Stores a half of a block as soon as its place is free.
-  __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], const Scales& scales,
-                                             int block, int half, uint32_t parity) const {
+  __device__ __forceinline__ void store_half(const uint4 (&loaded)[kLoads], int block, int half,
+                                             uint32_t parity) const {
     const int unit = half * kRowLanes + lane_idx_ % kRowLanes;
     const uint32_t target =
         first_place<kRowLanes>(block_address(block), 2 * unit + (swaps() ? 1 : 0));
     ptx::mbarrier_wait_soon(address(control_.kv_empty[block][half]), parity);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      float scale = 1.f;
-      if constexpr (Tile::kScaled) {
-        const int row = i * (32 / kRowLanes) + lane_idx_ / kRowLanes;
-        const int group = lane_idx_ / 8 % 2 + (kSharers == 2 ? 2 * half : 0);
-        const float own =
-            kSharers == 2 || half == kLeft ? scales.groups[0] : scales.groups[kLaneScales - 1];
-        scale = __shfl_sync(0xffffffffu, own, row + group * kWarpRows);
-      }
-      store_16(place<kRowLanes>(target, i), loaded[i], scale);
-    }
+    for (int i = 0; i < kLoads; ++i) store_16(place<kRowLanes>(target, i), loaded[i]);
     announce(block, half * Tile::kChunksHalf, Tile::kChunksHalf);
   }
   __device__ __forceinline__ void store_rope(const uint4 (&loaded)[kRopeLoads + 1],
@@ -319,7 +282,7 @@ class MlaWidener {
       if constexpr (std::is_same_v<Kpe, T>) {
         ptx::store_shared_16(target, loaded[i]);
       } else if constexpr (sizeof(Kpe) == 1) {
-        store_16(target, loaded[i], 1.f);
+        store_16(target, loaded[i]);
       } else {
         float values[8];
         const uint32_t pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
@@ -335,16 +298,14 @@ class MlaWidener {
     const CacheRows cache_rows(params_);
     // `loaded` and `rope` are stored next. Places of blocks are found a block before their loads,
     // pages two.
-    uint4 loaded[kHalves][kLoads], rope[kRopeLoads + 1];
+    uint4 loaded[kLoads], rope[kRopeLoads + 1];
     const auto find = [&](int token) {
       return cache_rows.find(item, cache_rows.find_page(item, token), token);
     };
     const Places places = find(item.kv_begin);
     Places next = find(item.kv_begin + Tile::kBlock);
     int page = cache_rows.find_page(item, item.kv_begin + 2 * Tile::kBlock);
-    Scales scales = load_scales(places), next_scales = load_scales(next);
-#pragma unroll
-    for (int i = 0; i < kHalves; ++i) load_half(loaded[i], places, i == 0 ? kLeft : kRight);
+    load_half(loaded, places, kLeft);
     load_rope(rope, places);
     Places own = places;  // of the block at hand
 #pragma unroll 1
@@ -355,40 +316,26 @@ class MlaWidener {
       // The second block's halves are multiplied the other way round, so that this block's second
       // half is followed by the next block's.
       const int first = block == 0 ? kLeft : kRight, second = 1 - first;
-      store_half(loaded[0], scales, block, first, parity);
+      store_half(loaded, block, first, parity);
       const Places later = cache_rows.find(item, page, token + 2 * Tile::kBlock);
-      if constexpr (kHalves == 1) load_half(loaded[0], own, second);
-      store_half(loaded[kHalves - 1], scales, block, second, parity);
+      load_half(loaded, own, second);
+      store_half(loaded, block, second, parity);
       store_rope(rope, block);
-      scales = next_scales;
       __syncwarp();  // no load goes before the stores
-      load_half(loaded[0], next, second);
-      if constexpr (kHalves == 2) load_half(loaded[1], next, first);
+      load_half(loaded, next, second);
       load_rope(rope, next);
       own = next;
       next = later;
-      next_scales = load_scales(next);
       prefetch(next);
       page = cache_rows.find_page(item, token + 3 * Tile::kBlock);
     }
   }
 
-  // The warp's rows are there. The other CTA gets them, too, and brings as many.
+  // The warp's rows are there.
   __device__ __forceinline__ void announce(int block, int first_chunk, int num_chunks) const {
     ptx::async_proxy_fence();
     __syncwarp();
-    if (lane_idx_ >= num_chunks) return;
-    const int chunk = first_chunk + lane_idx_;
-    const uint32_t full = full_barrier(block, chunk);
-    if constexpr (kSharers == 1) {
-      ptx::mbarrier_arrive(full);
-    } else {
-      constexpr int kBytes = kWarpRows * 128;  // one atom of the swizzle
-      const uint32_t rows =
-          block_address(block) + chunk * Tile::kChunkBytes + CacheRows::first_row() * 128;
-      ptx::bulk_copy_remote(rows + to_other_, rows, kBytes, full + to_other_);
-      ptx::mbarrier_arrive_expect(full, kBytes);
-    }
+    if (lane_idx_ < num_chunks) ptx::mbarrier_arrive(full_barrier(block, first_chunk + lane_idx_));
   }
 
   const MlaParams& params_;
@@ -396,8 +343,7 @@ class MlaWidener {
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
   int warp_idx_, lane_idx_;
-  uint32_t to_other_ = 0;  // from an address in shared memory to the same one in the other CTA
-  uint32_t phases_ = 3;    // bit b: the parity that says that block b is empty
+  uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty
 };
 
 }  // namespace flashinfer

@@ -1,6 +1,6 @@
 // In place of the product's header: products of operands in shared memory, or of 16-bit fragments
 // in registers with them. A descriptor is the operand's address, with the distance between its
-// blocks of 64 columns above; a product is there when it is asked for.
+// blocks of 64 columns and of 8 rows above, in KiB; a product is there when it is asked for.
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
@@ -17,8 +17,8 @@ inline void wgmma_done(float (&)[kTiles][4]) {}
 
 inline uint64_t wgmma_operand(uint32_t address, uint32_t chunk_stride = 0,
                               uint32_t group_stride = 1024) {
-  if (group_stride != 1024) emulation::fail("an operand with other groups of rows");
-  return address | static_cast<uint64_t>(chunk_stride) << 32;
+  if ((chunk_stride | group_stride) % 1024 != 0) emulation::fail("an operand of other strides");
+  return address | uint64_t{chunk_stride / 1024} << 32 | uint64_t{group_stride / 1024} << 48;
 }
 inline uint64_t wgmma_advance(uint64_t operand, uint32_t bytes) { return operand + bytes; }
 
@@ -28,14 +28,17 @@ namespace emulated {
 template <typename T, bool kTransposed>
 float operand_element(uint64_t operand, int row, int k) {
   const uint32_t address = static_cast<uint32_t>(operand);
+  const uint32_t group_stride = operand >> 48 << 10;
   if constexpr (kTransposed) {
-    const uint32_t chunk = address + row / 64 * static_cast<uint32_t>(operand >> 32);
+    const uint32_t chunk = address + row / 64 * ((operand >> 32 & 0xffff) << 10);
     const uint32_t unit = row % 64 / 8 ^ k % 8;
-    return to_float(load_shared<T>(chunk + k * 128 + unit * 16 + row % 8 * 2));
+    return to_float(
+        load_shared<T>(chunk + k / 8 * group_stride + k % 8 * 128 + unit * 16 + row % 8 * 2));
   } else {
     const uint32_t rows = address / 1024 * 1024, byte = k * sizeof(T);
     const uint32_t unit = (address % 128 / 16 + byte / 16) ^ row % 8;
-    return to_float(load_shared<T>(rows + row * 128 + unit * 16 + byte % 16));
+    return to_float(
+        load_shared<T>(rows + row / 8 * group_stride + row % 8 * 128 + unit * 16 + byte % 16));
   }
 }
 
