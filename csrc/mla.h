@@ -1,4 +1,4 @@
-// The launcher that mla_sm90.cu or mla_portable.cu compiles and mla_jit_binding.cc calls.
+// The launcher that mla_sm90.cu or another file of kernels compiles and mla_jit_binding.cc calls.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -134,6 +134,7 @@ FLASHINFER_FFI_EXPORT_INT(mla_device_plan, args) {
   plan.page_size = static_cast<int32_t>(page_size);
   plan.causal = causal;
   plan.merges = true;
+  plan.few_parts = false;
   plan.made_on_device = true;
   if (num_units == 0) return int_bytes;
   if (counters && num_units <= kMlaMostOwnUnits) {

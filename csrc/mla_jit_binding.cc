@@ -36,6 +36,7 @@ void bind(MlaParams& params, const MlaLaunchPlan& plan, const Tensor& ints, cons
   params.causal = plan.causal;
   params.plan_is_older = !plan.made_on_device;
   params.plans_itself = plan.made_by_ctas;
+  params.merges_itself = plan.few_parts;
   if (plan.made_by_ctas) {
     params.planner = plan.planner;
     params.counters = plan.planner.counters;

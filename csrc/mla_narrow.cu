@@ -11,7 +11,7 @@ cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStrea
                              FLASHINFER_CFG_HEAD_DIM_KPE, dtype::FLASHINFER_CFG_DTYPE_Q,
                              dtype::FLASHINFER_CFG_DTYPE_KV, dtype::FLASHINFER_CFG_DTYPE_KPE>;
   const cudaError_t status = launch_mla_narrow<Tile>(params, enable_pdl, stream);
-  if (status != cudaSuccess || !merges) return status;
+  if (status != cudaSuccess || !merges || params.merges_itself) return status;
   return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);
 }
 

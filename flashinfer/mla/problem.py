@@ -15,7 +15,7 @@ from .._common.arch import is_sm90a_supported
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
-from ..jit.attention.mla import FLOAT8, HEAD_DIMS, NARROW_ROWS, MlaConfig
+from ..jit.attention.mla import FEW_ROWS, FLOAT8, HEAD_DIMS, MlaConfig
 from .metadata import MLAPlanMetadata
 
 _LIST = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
@@ -87,19 +87,14 @@ class MlaOptions:
             on_hopper = device.type != "cuda" or is_sm90a_supported(device)
             backend = "fa3" if on_hopper else "fa2"
         types = (self.q_dtype, self.kv_dtype, self.o_dtype)
-        is_narrow = (
-            backend == "fa3"
-            and self.kv_dtype == FLOAT8
-            and self.num_heads * max_q_len <= NARROW_ROWS
-            and not self.use_profiler
-        )
+        has_few_rows = backend == "fa3" and self.num_heads * max_q_len <= FEW_ROWS
         return MlaConfig(
             backend,
             *types,
             self.head_dim_ckv,
             self.head_dim_kpe,
             self.kv_dtype,
-            tile_rows=NARROW_ROWS if is_narrow else 64,
+            tile_rows=FEW_ROWS if has_few_rows and not self.use_profiler else 64,
             profiled=self.use_profiler,
         )
 

@@ -1,6 +1,6 @@
-// Random MLA problems through the planner, the portable, the wide (EMULATION_WIDE) or the narrow
-// kernel (EMULATION_NARROW) and the merge, emulated on the CPU, against a reference in double
-// precision.
+// Random MLA problems through the planner, the portable kernel, the wide one (EMULATION_WIDE) or
+// one for few rows (EMULATION_FEW, of 8 bits EMULATION_NARROW), and the merge, emulated on the CPU,
+// against a reference in double precision.
 //
 //   mla_emulation <cases>
 //
@@ -9,6 +9,8 @@
 // The order matters: the builtins come first.
 #if defined(EMULATION_NARROW)
 #include "mla_narrow.cu"
+#elif defined(EMULATION_FEW)
+#include "mla_few.cu"
 #elif defined(EMULATION_WIDE)
 #include "mla_sm90.cu"
 #else
@@ -104,7 +106,7 @@ struct Case {
   }
 };
 
-#if defined(EMULATION_WIDE) || defined(EMULATION_NARROW)
+#if defined(EMULATION_WIDE) || defined(EMULATION_NARROW) || defined(EMULATION_FEW)
 // CTAs that plan for themselves need a table of page numbers, a row of it for each request.
 struct OwnPlan {
   std::vector<int32_t> table, kv_lens, qo_indptr{0};
@@ -239,10 +241,13 @@ bool check(Random& random) {
   params.rope_factor = sizeof(Ckv) == 1 && !kScaled && random.one_in(2) ? 0.3f : 1.f;
   params.causal = problem.causal;
   params.plan_is_older = !random.one_in(3);
-#if defined(EMULATION_WIDE) || defined(EMULATION_NARROW)
+#if defined(EMULATION_WIDE) || defined(EMULATION_NARROW) || defined(EMULATION_FEW)
   OwnPlan own(problem, num_ctas);
   static std::mt19937 coin(7);  // leaves the problems as they are
   if (coin() % 2 == 0) own.bind(params, floats);
+#if !defined(EMULATION_WIDE)
+  params.merges_itself = coin() % 2 == 0;  // for any number of parts
+#endif
   const bool merges = plan.num_merges > 0 || params.plans_itself;
 #else
   const bool merges = plan.num_merges > 0;

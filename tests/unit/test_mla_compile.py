@@ -9,7 +9,7 @@ import torch
 from strict_build import spills
 from strict_build import strict_build as strict_build
 
-from flashinfer.jit.attention.mla import HEAD_DIMS, MlaConfig, gen_mla_module_of
+from flashinfer.jit.attention.mla import FEW_ROWS, HEAD_DIMS, MlaConfig, gen_mla_module_of
 from flashinfer.jit.binary import read_kernels, read_opcodes
 
 pytestmark = pytest.mark.compiler
@@ -88,3 +88,20 @@ def test_the_portable_kernel_multiplies_by_warps_without_spills(
     assert len(code) <= MOST_INSTRUCTIONS
     assert HMMA in code and LDGSTS in code
     assert not any(code.count(opcode) for opcode in HGMMA)
+
+
+@pytest.mark.parametrize("dims", [(512, 64), pytest.param((512, 0), marks=pytest.mark.full)])
+def test_few_rows_multiply_by_warps(
+    dims: tuple[int, int], strict_build: pytest.MonkeyPatch, tmp_path: Path
+):
+    strict_build.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0")
+    library = build(MlaConfig("fa3", BF16, BF16, BF16, *dims, BF16, tile_rows=FEW_ROWS))
+    ((_, code),) = (
+        (name, code) for name, code in read_opcodes(library).items() if "few" in name[0]
+    )
+    assert len(code) <= MOST_INSTRUCTIONS
+    # A block of 32 tokens: logits, and values.
+    assert code.count(HMMA) == 4 * sum(dims) // 64 + 2 * dims[0] // 32
+    assert set(UTMALDG) & set(code), "pages come through the copy engine"
+    assert LDGSTS in code, "small pages are copied by threads"

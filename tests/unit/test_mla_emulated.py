@@ -9,6 +9,10 @@ from tests.unit.test_attention_emulated import Emulator, emulator, one_by_defaul
 __all__ = ["emulator"]  # a fixture
 
 KERNEL = "flashinfer/mla/portable/mla.cuh"
+LAST_MERGE = "flashinfer/mla/sm90/last_merge.cuh"
+FEW = "flashinfer/mla/sm90/few/mla.cuh"
+FEW_ATTENTION = "flashinfer/mla/sm90/few/attention.cuh"
+FEW_LOADER = "flashinfer/mla/sm90/few/loader.cuh"
 NARROW = "flashinfer/mla/sm90/narrow/mla.cuh"
 NARROW_ATTENTION = "flashinfer/mla/sm90/narrow/attention.cuh"
 NARROW_COPIER = "flashinfer/mla/sm90/narrow/copier.cuh"
@@ -233,3 +237,48 @@ def test_faults_of_few_rows_are_found(
 ) -> None:
     emulator.substitute(header, statement, other)
     assert find_narrow_fault(emulator, "bfloat16", "float8_e4m3fn", (256, 64))
+
+
+def find_few_fault(emulator: Emulator, dtype: str, dims: tuple[int, int], cases: int = 3) -> str:
+    """The same of the kernel for few rows of 16 bits."""
+    shared = "extern __shared__ __align__(1024) char shared[];"
+    emulator.substitute(FEW, shared, "char* const shared = dynamic_shared;")
+    options = ["-DEMULATION_ARCH=900", "-DEMULATION_FEW", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
+    return build_and_run(emulator, options, (dtype,) * 4, dims, cases)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        ("bfloat16", (512, 64)),
+        ("float16", (256, 0)),
+        pytest.param("bfloat16", (256, 64), marks=pytest.mark.full),
+        pytest.param("float16", (512, 0), marks=pytest.mark.full),
+    ],
+)
+def test_few_rows_of_16_bits(emulator: Emulator, dtype: str, dims: tuple[int, int]) -> None:
+    assert not find_few_fault(emulator, dtype, dims)
+
+
+@pytest.mark.parametrize(
+    ("header", "statement", "other"),
+    one_by_default(
+        [
+            (FEW_ATTENTION, "store(own + tile * 512, logits[tile]);", ""),
+            (FEW_ATTENTION, "parity_ ^= 1;", ""),
+            (FEW_ATTENTION, "weights)) shrink(output);", "weights)) {}"),
+            (FEW_ATTENTION, "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);", ""),
+            (LAST_MERGE, "if (is_last) *counter = 0;", ""),
+            (LAST_MERGE, "output[e], shrink, value * weight", "output[e], shrink, value"),
+            (FEW_ATTENTION, "synchronize();  // before logits are told again", ""),
+            (FEW_ATTENTION, "clear_rows(item.kv_end - token);", "{}"),
+            (FEW_LOADER, "parity_ ^ 1);", "parity_);"),
+            (FEW_LOADER, "(box + own_box) % 32", "box"),
+        ]
+    ),
+)  # fmt: skip
+def test_faults_of_few_rows_of_16_bits_are_found(
+    emulator: Emulator, header: str, statement: str, other: str
+) -> None:
+    emulator.substitute(header, statement, other)
+    assert find_few_fault(emulator, "bfloat16", (256, 64), cases=8)

@@ -20,8 +20,8 @@ from .hopper import TARGET_FLAGS
 BACKENDS = {"fa2": "mla_portable.cu", "fa3": "mla_sm90.cu"}
 """Kernels by name: for every GPU, and for Hopper."""
 
-NARROW_ROWS = 16
-"""Rows of a tile of the kernel for Hopper that reads caches of 8 bits for few query rows."""
+FEW_ROWS = 16
+"""Rows of a tile of the kernels for Hopper for few query rows."""
 
 DTYPES = (torch.float16, torch.bfloat16)
 FLOAT8 = torch.float8_e4m3fn
@@ -36,7 +36,7 @@ class MlaConfig(ModuleConfig):
     """What selects code; numbers of heads, page sizes and masks are run-time arguments.
 
     With `scaled_groups`, a float32 for each 128 columns lies after each latent row: its scale.
-    `tile_rows`: query rows that are multiplied at a time, 64 or `NARROW_ROWS`. `profiled`: whether
+    `tile_rows`: query rows that are multiplied at a time, 64 or `FEW_ROWS`. `profiled`: whether
     the kernel records its events, which that of few rows does not.
     """
 
@@ -69,10 +69,10 @@ class MlaConfig(ModuleConfig):
                 "tokens with scales of groups must have 512 e4m3 and 64 bfloat16 columns, and "
                 f"bfloat16 queries, got {kinds}"
             )
-        is_narrow = self.tile_rows == NARROW_ROWS and self.dtype_kv == FLOAT8
-        if self.tile_rows != 64 and (self.scaled_groups or self.profiled or not is_narrow):
+        serves_few = self.tile_rows == FEW_ROWS and self.backend == "fa3"
+        if self.tile_rows != 64 and (self.scaled_groups or self.profiled or not serves_few):
             raise ValueError(
-                f"`tile_rows` must be 64, or {NARROW_ROWS} with a cache of e4m3 without scales of "
+                f"`tile_rows` must be 64, or {FEW_ROWS} with backend fa3, without scales of "
                 f"groups and without a profile, got {self.tile_rows}"
             )
         if (self.head_dim_ckv, self.head_dim_kpe) not in HEAD_DIMS:
@@ -87,10 +87,10 @@ class MlaConfig(ModuleConfig):
 
 
 def _aot_configs() -> Iterator[MlaConfig]:
-    for backend in BACKENDS:
-        for dtype in DTYPES:
-            yield MlaConfig(backend, dtype, dtype, dtype, 512, 64, dtype)
-    for rows in (64, NARROW_ROWS):
+    for dtype in DTYPES:
+        for backend, rows in (("fa2", 64), ("fa3", 64), ("fa3", FEW_ROWS)):
+            yield MlaConfig(backend, dtype, dtype, dtype, 512, 64, dtype, tile_rows=rows)
+    for rows in (64, FEW_ROWS):
         types = (torch.bfloat16, FLOAT8, torch.bfloat16)
         yield MlaConfig("fa3", *types, 512, 64, FLOAT8, tile_rows=rows)
 
@@ -103,8 +103,9 @@ def _preset_configs() -> Iterator[MlaConfig]:
 def gen_mla_module_of(config: MlaConfig) -> JitSpec:
     """The module with ``mla_run``, for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR
-    is_narrow = config.tile_rows == NARROW_ROWS
-    kernel = "mla_narrow.cu" if is_narrow else BACKENDS[config.backend]
+    kernel = BACKENDS[config.backend]
+    if config.tile_rows == FEW_ROWS:
+        kernel = "mla_narrow.cu" if config.dtype_kv == FLOAT8 else "mla_few.cu"
     return JitSpec.from_config(
         config,
         [csrc / kernel, csrc / "mla_jit_binding.cc"],

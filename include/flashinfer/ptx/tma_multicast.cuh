@@ -55,6 +55,17 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const void* 
       : "memory");
 }
 
+// The same with a policy for L2.
+__device__ __forceinline__ void tma_load_multicast_hinted(uint32_t shared, const void* map,
+                                                          uint32_t barrier, int x, int y, int z,
+                                                          uint16_t ctas, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(ctas), "l"(policy)
+      : "memory");
+}
+
 // Brings a box into L2. L2 is the point of coherence between grids: a prefetch may precede
 // grid_dependency_wait even for data that an earlier grid still writes.
 __device__ __forceinline__ void tma_prefetch(const void* map, int x, int y, int z) {

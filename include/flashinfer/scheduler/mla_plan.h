@@ -48,6 +48,8 @@ class MlaPlanner {
     plan.num_items = num_items_;
     plan.num_merges = static_cast<int64_t>(merges_.size());
     plan.num_slots = num_slots_;
+    plan.few_parts = true;
+    for (const MlaMerge& merge : merges_) plan.few_parts &= merge.num_parts <= kMlaFewParts;
     plan.int_bytes = MlaPlanLayout(config.num_ctas).items_offset +
                      num_items_ * static_cast<int64_t>(sizeof(MlaWorkItem));
   }

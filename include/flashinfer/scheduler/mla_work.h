@@ -66,6 +66,9 @@ struct MlaPlanLayout {
 // Packed query rows of a tile.
 inline constexpr int64_t kMlaTileRows = 64;
 
+// Parts of a tile that a CTA merges beside its items, at most.
+inline constexpr int32_t kMlaFewParts = 4;
+
 // Tiles of one request that neighbouring CTAs take side by side, at most.
 inline constexpr int64_t kMlaMaxLanes = 4;
 
@@ -88,6 +91,7 @@ struct MlaPlan {
   bool causal;
   bool merges;          // whether there may be something to merge
   bool made_on_device;  // by the launch before, or by each CTA for itself
+  bool few_parts;       // whether no tile has more than kMlaFewParts, for certain
 };
 
 }  // namespace flashinfer

@@ -196,16 +196,18 @@ class MlaProducer {
     __syncwarp();
   }
 
-  // The CTAs of a cluster load a chunk each, for both.
+  // The CTAs of a cluster load a chunk each, for both. Pages are read once, or by clusters side by
+  // side: they leave L2 before what later launches want.
   __device__ __forceinline__ void load_box(uint32_t target, int part, int block, int chunk,
                                            int slot, int page) const {
     const void* map = part == kRope ? &maps_.kpe : &maps_.ckv;
     const uint32_t full = address(control_.kv_full[block][chunk]);
     const int column = part == kRope ? 0 : chunk * 64;
+    const uint64_t policy = ptx::l2_evict_first();
     if constexpr (kSharers == 1) {
-      ptx::tma_load(target, map, full, column, slot, page);
+      ptx::tma_load_hinted(target, map, full, column, slot, page, policy);
     } else if ((part == kRope ? block : chunk % 2) == static_cast<int>(ptx::cluster_rank())) {
-      ptx::tma_load_multicast(target, map, full, column, slot, page, 3);
+      ptx::tma_load_multicast_hinted(target, map, full, column, slot, page, 3, policy);
     }
   }
 

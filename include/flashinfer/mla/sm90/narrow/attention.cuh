@@ -13,6 +13,7 @@
 
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/mla/sm90/last_merge.cuh>
 #include <flashinfer/mla/sm90/narrow/queries.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
@@ -51,6 +52,10 @@ class MlaNarrowAttention {
       num_rows_ = min(rows, static_cast<int>(kMlaTileRows));
       for (int pass = 0; pass < mla_narrow_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
+      }
+      if (item.slot >= 0 && params_.merges_itself) {
+        MlaLastMerge<typename Tile::O, Tile::kDimCkv, Tile::kMathThreads>::end_item(
+            params_, item, num_rows_, control_.is_last, [] { synchronize(); });
       }
     }
   }

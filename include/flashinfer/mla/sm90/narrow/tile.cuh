@@ -49,6 +49,7 @@ template <typename Tile>
 struct MlaNarrowControl {
   alignas(16) float largest[2][Tile::kRows][Tile::kWarps];  // logits of even and of odd blocks
   alignas(16) float sums[2][Tile::kRows][Tile::kWarps];     // by parity of the pass
+  uint32_t is_last;  // whether the CTA has brought the last part of a tile
   uint64_t full[Tile::kStages], empty[Tile::kStages];
 };
 

@@ -23,6 +23,10 @@ inline void tma_load_multicast(uint32_t shared, const void* map, uint32_t barrie
     tma_load(remote_address(shared, rank), map, remote_address(barrier, rank), x, y, z);
   }
 }
+inline void tma_load_multicast_hinted(uint32_t shared, const void* map, uint32_t barrier, int x,
+                                      int y, int z, uint16_t ctas, uint64_t) {
+  tma_load_multicast(shared, map, barrier, x, y, z, ctas);
+}
 inline void tma_prefetch_map(const void*) {}
 
 }  // namespace flashinfer::ptx

@@ -1,0 +1,19 @@
+#include "mla.h"
+
+#include <flashinfer/mla/sm90/few/launch.cuh>
+
+namespace flashinfer {
+
+#ifndef __CUDACC_RTC__
+
+cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
+  using Tile = MlaFewTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_O,
+                          FLASHINFER_CFG_HEAD_DIM_CKV, FLASHINFER_CFG_HEAD_DIM_KPE>;
+  const cudaError_t status = launch_mla_few<Tile>(params, enable_pdl, stream);
+  if (status != cudaSuccess || !merges || params.merges_itself) return status;
+  return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer

@@ -1,0 +1,195 @@
+// The warp that brings KV to the ring of the MLA kernel for few rows of 16 bits: by boxes of the
+// copy engine or, if pages are no multiples of 16 tokens, 16 bytes a lane at a time.
+#pragma once
+
+#include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/sm90/few/tile.cuh>
+#include <flashinfer/mla/sm90/share.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
+#include <flashinfer/ptx/mbarrier.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/shared.cuh>
+#include <flashinfer/ptx/tensor_map.h>
+#include <flashinfer/ptx/tma.cuh>
+#include <flashinfer/ptx/tma_multicast.cuh>
+
+namespace flashinfer {
+
+struct MlaFewParams {
+  MlaParams mla;
+  ptx::EncodedTensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
+  uint32_t box_rows;               // 0: lanes copy
+};
+
+template <typename Tile>
+class MlaFewLoader {
+ public:
+  __device__ __forceinline__ MlaFewLoader(const MlaFewParams& params, char* shared,
+                                          MlaFewControl<Tile>& control)
+      : params_(params.mla),
+        maps_(params),
+        control_(control),
+        shared_(ptx::shared_address(shared)),
+        lane_idx_(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void run() {
+    const MlaShare share(params_);
+    MlaWorkItem item = share.first;
+    if (maps_.box_rows != 0) {
+      Pages pages = find_pages(item);
+      ptx::grid_dependency_wait();
+      for (int i = share.begin; i < share.end; ++i) {
+        if (i != share.begin) {
+          item = params_.items[i];
+          pages = find_pages(item);
+        }
+        for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages);
+      }
+    } else {
+      ptx::grid_dependency_wait();
+      for (int i = share.begin; i < share.end; ++i) {
+        if (i != share.begin) item = params_.items[i];
+        for (int pass = 0; pass < passes(item); ++pass) copy_blocks(item);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int passes(const MlaWorkItem& item) const {
+    const int rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+    return mla_few_passes<Tile>(min(rows, static_cast<int>(kMlaTileRows)));
+  }
+
+  __device__ __forceinline__ uint32_t full() const {
+    return ptx::shared_address(&control_.full[stage_]);
+  }
+  __device__ __forceinline__ void wait_for_place() const {
+    ptx::mbarrier_wait_soon(ptx::shared_address(&control_.empty[stage_]), parity_ ^ 1);
+  }
+  __device__ __forceinline__ void next_stage() {
+    if (++stage_ == Tile::kStages) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+  // ---- Boxes ----
+
+  // Each lane holds the page of one of 32 consecutive boxes.
+  struct Pages {
+    int first, next;
+  };
+  __device__ __forceinline__ int page_of(const MlaWorkItem& item, int token) const {
+    if (token >= item.kv_end) return -1;
+    const int page = params_.kv_indices[item.kv_base + params_.page_size.divide(token)];
+    return static_cast<uint32_t>(page) < params_.num_pages ? page : -1;
+  }
+  __device__ __forceinline__ Pages find_pages(const MlaWorkItem& item) const {
+    const int box_rows = maps_.box_rows;
+    return {page_of(item, item.kv_begin + lane_idx_ * box_rows),
+            page_of(item, item.kv_begin + (32 + lane_idx_) * box_rows)};
+  }
+
+  // A lane asks for a box. Boxes of pages that do not exist load nothing: the request
+  // has no tokens there.
+  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const Pages& found) {
+    const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;  // of a block
+    const int own_box = lane_idx_ / Tile::kChunks, chunk = lane_idx_ % Tile::kChunks;
+    const bool is_rope = chunk >= Tile::kChunksCkv;
+    const void* const map = is_rope ? &maps_.kpe : &maps_.ckv;
+    const int column = is_rope ? 0 : chunk * 64;
+    const uint32_t box_bytes = box_rows * 128;
+    const uint32_t place = shared_ + chunk * Tile::kChunkBytes + own_box * box_bytes;
+    const uint64_t policy = ptx::l2_evict_first();  // pages are read once
+    int pages = found.first, next_pages = found.next, box = 0;
+#pragma unroll 1
+    for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
+      const int page = __shfl_sync(0xffffffffu, pages, (box + own_box) % 32);
+      const bool loads = own_box < boxes && page >= 0;
+      const uint32_t bytes = __popc(__ballot_sync(0xffffffffu, loads)) * box_bytes;
+      const uint32_t at = token + own_box * box_rows;
+      const int slot = at - params_.page_size.divide(at) * params_.page_size.divisor;
+      const uint32_t barrier = full();
+      wait_for_place();
+      if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(barrier, bytes);
+      __syncwarp();
+      if (loads) {
+        ptx::tma_load_hinted(place + stage_ * Tile::kStageBytes, map, barrier, column, slot, page,
+                             policy);
+      }
+      __syncwarp();
+      next_stage();
+      box += boxes;
+      if (box == 32) {
+        box = 0;
+        pages = next_pages;
+        next_pages = page_of(item, token + Tile::kBlock + (32 + lane_idx_) * box_rows);
+      }
+    }
+  }
+
+  // ---- Copies by lanes, of pages of any size ----
+
+  // Lane i knows where row i of a block lies. Rows beyond the item repeat its last one, and pages
+  // that do not exist the cache's last one.
+  __device__ __forceinline__ void copy_blocks(const MlaWorkItem& item) {
+    if (item.kv_begin >= item.kv_end) return;
+    const auto token_of = [&](int block_token) {
+      return static_cast<uint32_t>(min(block_token + lane_idx_, item.kv_end - 1));
+    };
+    const auto find_page = [&](int block_token) {
+      return params_.kv_indices[item.kv_base + params_.page_size.divide(token_of(block_token))];
+    };
+    uint32_t page = find_page(item.kv_begin);
+#pragma unroll 1
+    for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
+      const uint32_t at = token_of(token);
+      const int64_t slot = at - params_.page_size.divide(at) * params_.page_size.divisor;
+      const int64_t number = min(page, params_.num_pages - 1);
+      const int64_t ckv = number * params_.ckv.stride_page + slot * params_.ckv.stride_token;
+      const int64_t kpe = number * params_.kpe.stride_page + slot * params_.kpe.stride_token;
+      page = find_page(token + Tile::kBlock);
+      wait_for_place();
+      if (params_.num_pages != 0) {
+        copy_rows<0, Tile::kChunksCkv>(params_.ckv.data, ckv);
+        if constexpr (Tile::kDimKpe != 0) {
+          copy_rows<Tile::kChunksCkv, 1>(params_.kpe.data, kpe);
+        }
+      }
+      ptx::cp_async_arrive(full());
+      next_stage();
+    }
+  }
+
+  // Chunks of the block's rows; lane i gives the offset in elements of row i from `base`.
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void copy_rows(const void* base, int64_t offset) const {
+    constexpr int kColumns = kCount * 8 < 32 ? kCount * 8 : 32;  // of 16 bytes, at once
+    constexpr int kRows = 32 / kColumns, kTimes = kCount * 8 / kColumns;
+    const int column = lane_idx_ % kColumns, own_row = lane_idx_ / kColumns;
+    const char* const own = static_cast<const char*>(base) + column * 16;
+    const uint32_t place = shared_ + stage_ * Tile::kStageBytes + kFirst * Tile::kChunkBytes;
+#pragma unroll 8
+    for (int i = 0; i < Tile::kBlock; i += kRows) {
+      const int row = i + own_row;
+      const char* const source = own + __shfl_sync(0xffffffffu, offset, row) * 2;
+      const uint32_t target = place + swizzled_offset<Tile::kBlock>(row, column);
+#pragma unroll
+      for (int time = 0; time < kTimes; ++time) {
+        ptx::cp_async_16(target + time * (kColumns / 8) * Tile::kChunkBytes,
+                         source + time * kColumns * 16, true);
+      }
+    }
+  }
+
+  const MlaParams& params_;
+  const MlaFewParams& maps_;
+  MlaFewControl<Tile>& control_;
+  const uint32_t shared_;
+  const int lane_idx_;
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+}  // namespace flashinfer

@@ -1,0 +1,52 @@
+// MLA for Hopper from caches of 16 bits, for requests of few query rows: 16 at a time. Three
+// quarters of the other kernel's tile would be empty, and queries take room there that KV needs.
+//
+// CTAs are persistent, one per SM; each walks its share of the plan's items. One warp loads
+// (loader.cuh), eight multiply with mma.sync (attention.cuh). Sums run in a fixed order: results
+// repeat bit for bit.
+//
+// Measurements, also of what lost: docs/tuning/mla.md.
+#pragma once
+
+#include <flashinfer/mla/merge.cuh>
+#include <flashinfer/mla/own_plan.cuh>
+#include <flashinfer/mla/sm90/few/attention.cuh>
+#include <flashinfer/mla/sm90/few/loader.cuh>
+#include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/tma_multicast.cuh>
+
+namespace flashinfer {
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    mla_few_kernel(const __grid_constant__ MlaFewParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char shared[];
+  static_assert(sizeof(MlaFewControl<Tile>) <= Tile::kControlBytes);
+  auto& control = *reinterpret_cast<MlaFewControl<Tile>*>(shared + Tile::kOffsetControl);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 32 : 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
+    }
+    ptx::mbarrier_init_fence();
+  } else if (threadIdx.x == Tile::kMathThreads && params.box_rows != 0) {
+    ptx::tma_prefetch_map(&params.ckv);
+    if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
+  }
+  __syncthreads();
+  if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (params.mla.plans_itself) {
+    static_assert(sizeof(MlaOwnPlanner::Shared) <= 2 * Tile::kExchangeBytes);
+    plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
+  }
+  if (threadIdx.x >= Tile::kMathThreads) {
+    MlaFewLoader<Tile>(params, shared, control).run();
+  } else {
+    MlaFewAttention<Tile>(params.mla, shared, control).run();
+  }
+#endif
+}
+
+}  // namespace flashinfer

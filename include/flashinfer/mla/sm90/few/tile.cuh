@@ -1,0 +1,54 @@
+// Shared memory of the MLA kernel for few rows of 16 bits (mla/sm90/few/mla.cuh): a ring of blocks
+// of KV, and what the warps tell each other.
+#pragma once
+
+#include <cstdint>
+#include <flashinfer/common/dtype.cuh>
+
+namespace flashinfer {
+
+template <typename T_, typename O_, int kDimCkv_, int kDimKpe_>
+struct MlaFewTile {
+  using T = T_;  // of queries and caches
+  using O = O_;
+  static_assert(sizeof(T) == 2);
+  static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;
+  static_assert((kDimCkv == 512 || kDimCkv == 256) && (kDimKpe == 64 || kDimKpe == 0));
+  static constexpr int kRows = 16;   // packed query rows at a time
+  static constexpr int kBlock = 32;  // KV tokens of a block
+  // Two groups of warps take turns at blocks; a warp has a quarter of the columns.
+  static constexpr int kGroupWarps = 4, kGroupThreads = 32 * kGroupWarps;
+  static constexpr int kMathThreads = 2 * kGroupThreads, kThreads = kMathThreads + 32;
+  static constexpr int kWarpColumns = kDimCkv / kGroupWarps;
+  static constexpr int kCkvSteps = kWarpColumns / 16;  // of a warp's products
+  static constexpr int kKeySteps = kCkvSteps + kDimKpe / 16 / kGroupWarps;
+  static constexpr int kTokenTiles = kBlock / 8, kOutputTiles = kWarpColumns / 8;
+
+  // Chunks of 64 columns, the last one kpe, as the copy engine writes them with its swizzle.
+  static constexpr int kChunksCkv = kDimCkv / 64, kChunks = kChunksCkv + kDimKpe / 64;
+  static constexpr int kChunkBytes = kBlock * 128, kStageBytes = kChunks * kChunkBytes;
+  // Logits of a warp's columns, of even and of odd blocks; at the end of an item, outputs.
+  static constexpr int kPartBytes = kTokenTiles * 32 * 16;
+  static constexpr int kExchangeBytes = 2 * kGroupWarps * kPartBytes;  // of a group
+  static constexpr int kControlBytes = 512, kMaxBytes = 227 << 10;
+  static constexpr int kRoom = (kMaxBytes - kControlBytes - 2 * kExchangeBytes) / kStageBytes;
+  static constexpr int kStages = kRoom < 8 ? kRoom : 8;
+  static constexpr int kOffsetExchange = kStages * kStageBytes;
+  static constexpr int kOffsetControl = kOffsetExchange + 2 * kExchangeBytes;
+  static constexpr int kSharedBytes = kOffsetControl + kControlBytes;
+};
+
+template <typename Tile>
+struct MlaFewControl {
+  float largest[2][Tile::kRows], sums[2][Tile::kRows];  // of the groups
+  uint64_t full[Tile::kStages], empty[Tile::kStages];
+  uint32_t is_last;  // whether the CTA has brought the last part of a tile
+};
+
+// How often an item of so many rows is walked, kRows rows at a time.
+template <typename Tile>
+__device__ __forceinline__ int mla_few_passes(int num_rows) {
+  return (num_rows + Tile::kRows - 1) / Tile::kRows;
+}
+
+}  // namespace flashinfer
