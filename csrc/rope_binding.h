@@ -18,6 +18,7 @@ class RopeAlignment {
  public:
   // The rows start `offset` elements into each row of the tensor.
   void rows(const ffi::Tensor& tensor, int64_t offset = 0) {
+    if (tensor.numel() == 0) return;  // whatever strides it has
     const int64_t vec_bytes = kVecSize * tensor.itemsize();
     const int64_t bytes = vec_bytes < 16 ? vec_bytes : 16;
     require(ffi::is_aligned(tensor, bytes) && offset % kVecSize == 0);

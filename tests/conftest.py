@@ -75,7 +75,26 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.fixture
-def fuzz_run(device: torch.device, full: bool, capsys: pytest.CaptureFixture[str]):
+def fuzz_part() -> int | None:
+    """Which part of a fuzzer's cases: under `--full` each is a test, so that they run at once."""
+    return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "fuzz_part" in metafunc.fixturenames and metafunc.config.getoption("--full"):
+        from tests.fuzzing import FULL_PARTS
+
+        parts = range(FULL_PARTS)
+        metafunc.parametrize("fuzz_part", parts, ids=[f"{i + 1} of {FULL_PARTS}" for i in parts])
+
+
+@pytest.fixture
+def fuzz_run(
+    device: torch.device,
+    full: bool,
+    fuzz_part: int | None,
+    capsys: pytest.CaptureFixture[str],
+):
     """What `tests.fuzzing.run_fuzz` needs to know about this run."""
     from tests.fuzzing import FuzzRun
 
@@ -83,7 +102,7 @@ def fuzz_run(device: torch.device, full: bool, capsys: pytest.CaptureFixture[str
         with capsys.disabled():
             print("\n" + line)
 
-    return FuzzRun(device, full, tell)
+    return FuzzRun(device, full, fuzz_part, tell)
 
 
 def _no_gpu_reason() -> str | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, reject, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
@@ -34,6 +34,7 @@ from flashinfer.testing.tensors import clone_arguments, fill_with_poison, iter_t
 ROOT = Path(__file__).resolve().parents[1]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 GPU_EXAMPLES, FULL_GPU_EXAMPLES = 250, 12500
+FULL_PARTS = 8  # tests of a fuzzer under `--full`, each with its share of the cases
 MODULES_PER_COMPILED = 3  # by default one module in so many is compiled for a family
 CPU_EXAMPLES = 25  # of the reference backend; every fault also has a test of its own
 FIRST_EXAMPLES = 3  # of each function, before functions are drawn too
@@ -217,12 +218,15 @@ def faults(all_faults: Mapping[str, Fault]) -> st.SearchStrategy[str | None]:
     return st.one_of(st.none(), st.none(), st.sampled_from(list(all_faults)))
 
 
-def fuzz_settings(examples: int) -> settings:
-    """The same cases in every run; no shrinking database, no deadline (a call may compile)."""
+def fuzz_settings(examples: int, derandomize: bool = True) -> settings:
+    """The same cases in every run, by `derandomize` or by a seed that the caller sets.
+
+    No database of failures, and no deadline, since a call may compile.
+    """
     return settings(
         max_examples=examples,
         deadline=None,
-        derandomize=True,
+        derandomize=derandomize,
         database=None,
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
@@ -292,23 +296,32 @@ class FuzzRun:
 
     device: torch.device
     full: bool
+    part: int | None  # of FULL_PARTS: its cases are drawn from a seed of their own
     tell: Callable[[str], None]
 
     def examples(self, family: Family) -> int:
         """How many cases of a family this run has."""
-        if self.device.type == "cuda":
-            return family.full_examples if self.full else GPU_EXAMPLES
-        return CPU_EXAMPLES * (30 if self.full else 1)
+        on_gpu = self.device.type == "cuda"
+        few, many = (
+            (GPU_EXAMPLES, family.full_examples) if on_gpu else (CPU_EXAMPLES, 30 * CPU_EXAMPLES)
+        )
+        if not self.full:
+            return few
+        return many if self.part is None else -(-many // FULL_PARTS)
 
 
 def _draw(
     check: Callable[[Any, str | None], None],
     examples: int,
+    part: int | None,
     cases: st.SearchStrategy[Any],
     drawn_faults: st.SearchStrategy[str | None],
 ) -> None:
     """Call `check` with so many cases."""
-    fuzz_settings(examples)(given(case=cases, fault=drawn_faults)(check))()
+    drawn = given(case=cases, fault=drawn_faults)(check)
+    if part is not None:
+        drawn = seed(part)(drawn)
+    fuzz_settings(examples, derandomize=part is None)(drawn)()
 
 
 @contextmanager
@@ -343,13 +356,13 @@ def run_fuzz(family: Family, run: FuzzRun) -> None:
     for function in family.functions:
         own = family.cases.filter(lambda case, name=function: family.function_of(case) == name)
         with compiling(not modules), suppress(Unsatisfiable):
-            _draw(check, FIRST_EXAMPLES, own, st.none())
+            _draw(check, FIRST_EXAMPLES, run.part, own, st.none())
         if not tally.accepted[function]:  # the sample has no module of this function
-            _draw(check, FIRST_EXAMPLES, own, st.none())
+            _draw(check, FIRST_EXAMPLES, run.part, own, st.none())
     wanted = run.examples(family)
     left = max(LAST_EXAMPLES, wanted - tally.accepted.total())
     with compiling(not modules):
-        _draw(check, left, family.cases, faults(tally.faults))
+        _draw(check, left, run.part, family.cases, faults(tally.faults))
     run.tell(tally.report(family.name, run.device))
     assert set(tally.accepted) == set(family.functions), "a function was never called"
     assert tally.accepted.total() + tally.refused.total() >= wanted
