@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from flashinfer.trace import Scalar, Tensor, TraceTemplate, Var
-from tests.fuzzing import Layout, Tally, empty_in_layout, expanded, put, replace, sliding, strided
+from tests.fuzzing import (
+    CPU_EXAMPLES,
+    FULL_PARTS,
+    Family,
+    FuzzRun,
+    Layout,
+    Tally,
+    empty_in_layout,
+    expanded,
+    put,
+    replace,
+    run_fuzz,
+    sliding,
+    strided,
+)
 
 FAULTS = {"input strided": replace("input", strided), "factor missing": put("factor", None)}
 
@@ -143,3 +160,24 @@ def test_faulty_tensors_are_faulty():
     assert strided(tensor).stride(-1) == 2 and strided(tensor).shape == tensor.shape
     assert expanded(tensor).stride(0) == 0 and sliding(tensor).stride(0) == 1
     assert strided(tensor[:, :1]) is None and expanded(tensor[:1]) is None
+
+
+def test_parts_draw_cases_of_their_own():
+    def drawn_by(part):
+        numbers = []
+
+        def build(case, device):
+            numbers.append(case)
+            return _arguments()
+
+        family = Family(
+            "scale", sys.modules[__name__], ("right",), st.integers(0, 2**40), build, None, FAULTS
+        )
+        run_fuzz(family, FuzzRun(torch.device("cpu"), True, part, lambda line: None))
+        return numbers
+
+    first, second = drawn_by(0), drawn_by(1)
+    assert drawn_by(0) == first, "a part draws the same cases in every run"
+    assert len(set(first) & set(second)) < len(first) // 2
+    wanted = 30 * CPU_EXAMPLES
+    assert wanted // FULL_PARTS <= len(first) < wanted // 2
