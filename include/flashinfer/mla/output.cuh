@@ -2,6 +2,7 @@
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/row_end.cuh>
 
@@ -31,7 +32,7 @@ __device__ __forceinline__ void write_output(const MlaParams& params, const MlaW
                                              const float (&output)[Tile::kOutputTiles][4],
                                              const float (&largest)[2], const float (&sum)[2],
                                              int part, int row, int lane_idx) {
-  const int num_rows = item.qo_len * static_cast<int>(params.num_heads.divisor) - item.row_begin;
+  const int num_rows = mla_rows_from(params, item);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int tile_row = row + 8 * h;

@@ -11,6 +11,7 @@
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/shared_limit.h>
 #include <flashinfer/mla/events.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/portable/tile.cuh>
@@ -139,9 +140,8 @@ class MlaPortable {
       for (int i = 0; i < kCopies; ++i) copy(i);
     }
 
-    const T *ckv, *kpe;  // the thread's first chunk
-    uint32_t
-        at[kCopiesOfLine];  // its places in a line; those in the next lines are a constant away
+    const T *ckv, *kpe;           // the thread's first chunk
+    uint32_t at[kCopiesOfLine];   // its places in a line; the next lines' are a constant away
     bool exists, wanted = false;  // a row that does not exist becomes zero
   };
 
@@ -322,14 +322,9 @@ class MlaPortable {
 
   // How many tokens the thread's two rows see, and the fewest that any row of the tile sees.
   __device__ __forceinline__ void set_limits(const MlaWorkItem& item) {
-    const auto limit = [&](int row) {
-      if (!params_.causal) return item.kv_end;
-      const int token = params_.num_heads.divide(item.row_begin + row);
-      return min(item.kv_end, item.kv_len - item.qo_len + token + 1);
-    };
-    limits_[0] = limit(row_of(column_half_));
-    limits_[1] = limit(row_of(column_half_) + 8);
-    least_limit_ = limit(0);
+    limits_[0] = mla_visible_tokens(params_, item, row_of(column_half_));
+    limits_[1] = mla_visible_tokens(params_, item, row_of(column_half_) + 8);
+    least_limit_ = mla_visible_tokens(params_, item, 0);
   }
 
   __device__ __forceinline__ void hide(Logits& logits, int token) const {

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/part_merge.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
@@ -343,14 +344,9 @@ class MlaConsumer {
 
   // The tokens that the thread's two rows see, and the fewest that a row of the tile sees.
   __device__ __forceinline__ void set_limits(const MlaWorkItem& item) {
-    const auto limit = [&](int row) {
-      if (!params_.causal) return item.kv_end;
-      const int token = params_.num_heads.divide(item.row_begin + row);
-      return min(item.kv_end, item.kv_len - item.qo_len + token + 1);
-    };
-    limits_[0] = limit(row_);
-    limits_[1] = limit(row_ + 8);
-    least_limit_ = limit(0);
+    limits_[0] = mla_visible_tokens(params_, item, row_);
+    limits_[1] = mla_visible_tokens(params_, item, row_ + 8);
+    least_limit_ = mla_visible_tokens(params_, item, 0);
   }
 
   __device__ __forceinline__ void set_scales() {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/row_end.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
 #include <flashinfer/mla/sm90/tile.cuh>
@@ -90,7 +91,7 @@ class MlaPartMerge {
     if (control_.share_count != 0) add_rows(control_.last_merge, share_of(control_.last_merge));
     if (control_.complete_merge >= 0) {
       const MlaMerge merge = params_.merges[control_.complete_merge];
-      add_rows(merge, {0, 1, num_rows(merge)});
+      add_rows(merge, {0, 1, mla_tile_rows(params_, merge)});
     }
     if (waited && (seen / kSeen & kMask) + 1 == control_.share_count) {
       params_.counters[number] = {0, 0};  // for the next launch
@@ -137,14 +138,9 @@ class MlaPartMerge {
     int first, step, count;
   };
 
-  __device__ __forceinline__ int num_rows(const MlaMerge& merge) const {
-    return min(Tile::kRows,
-               merge.qo_len * static_cast<int>(params_.num_heads.divisor) - merge.row_begin);
-  }
-
   __device__ __forceinline__ Rows share_of(const MlaMerge& merge) const {
     const int step = control_.share_count, first = control_.share_index;
-    return {first, step, max(0, (num_rows(merge) - first + step - 1) / step)};
+    return {first, step, max(0, (mla_tile_rows(params_, merge) - first + step - 1) / step)};
   }
 
   // In the place of queries and keys, which nobody needs after the CTA's last item, is room for a

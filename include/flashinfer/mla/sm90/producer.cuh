@@ -4,24 +4,19 @@
 
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/events.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/sm90/boxes.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
 #include <flashinfer/mla/sm90/tile.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
-#include <flashinfer/ptx/tensor_map.h>
 #include <flashinfer/ptx/tma.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
 
 namespace flashinfer {
-
-struct MlaSm90Params {
-  MlaParams mla;
-  ptx::EncodedTensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
-  uint32_t box_rows;               // 0: threads copy
-};
 
 // `kSharers`: CTAs of the cluster, which have the same KV rows.
 template <typename Tile, int kSharers>
@@ -51,12 +46,12 @@ class MlaProducer {
         copy_blocks(item);
       }
     } else if (warp_idx_ == 0) {
-      Pages pages = find_pages(item);
+      MlaBoxPages pages = MlaBoxPages::find(maps_, item, lane_idx_);
       ptx::cluster_wait();
       for (int i = begin; i < end; ++i) {
         if (i != begin) {
           item = params_.items[i];
-          pages = find_pages(item);
+          pages = MlaBoxPages::find(maps_, item, lane_idx_);
         }
         load_boxes(item, pages);
       }
@@ -90,7 +85,7 @@ class MlaProducer {
   __device__ __forceinline__ void load_query(const MlaWorkItem& item, int warp, uint32_t parity) {
     constexpr int kColumnsCkv = Tile::kDimCkv / 8, kColumns = kColumnsCkv + Tile::kDimKpe / 8;
     const uint32_t target = shared_ + Tile::kOffsetQ;
-    const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+    const int num_rows = mla_rows_from(params_, item);
     ptx::mbarrier_wait(address(control_.q_empty), parity ^ 1);
 #pragma unroll 1
     for (int row = warp; row < Tile::kRows; row += kWarps) {
@@ -122,25 +117,7 @@ class MlaProducer {
 
   // ---- Boxes of the copy engine, by one warp ----
 
-  // Each lane holds the page of one of 32 consecutive boxes.
-  __device__ __forceinline__ int page_of(const MlaWorkItem& item, int token) const {
-    if (token >= item.kv_end) return -1;
-    const int page = params_.kv_indices[item.kv_base + params_.page_size.divide(token)];
-    return static_cast<uint32_t>(page) < params_.num_pages ? page : -1;
-  }
-
-  // Page numbers of the item's first 32 boxes, and of the next ones.
-  struct Pages {
-    int first, next;
-  };
-
-  __device__ __forceinline__ Pages find_pages(const MlaWorkItem& item) const {
-    const int box_rows = maps_.box_rows;
-    return {page_of(item, item.kv_begin + lane_idx_ * box_rows),
-            page_of(item, item.kv_begin + (32 + lane_idx_) * box_rows)};
-  }
-
-  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const Pages& found) {
+  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const MlaBoxPages& found) {
     const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;  // of a block
     int pages = found.first, next_pages = found.next, box = 0;
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
@@ -152,7 +129,8 @@ class MlaProducer {
       if (box == 32) {
         box = 0;
         pages = next_pages;
-        next_pages = page_of(item, token + Tile::kBlock + (32 + lane_idx_) * box_rows);
+        next_pages =
+            MlaBoxPages::page_of(params_, item, token + Tile::kBlock + (32 + lane_idx_) * box_rows);
       }
     }
   }
@@ -222,7 +200,7 @@ class MlaProducer {
       // Lane i holds the offset of row i of the warp's sixteen rows.
       const int row_token = token + warp_idx_ * 16 + lane_idx_ % 16;
       int64_t ckv = -1, kpe = -1;
-      const int page = page_of(item, row_token);
+      const int page = MlaBoxPages::page_of(params_, item, row_token);
       if (page >= 0) {
         const int64_t slot =
             row_token - params_.page_size.divide(row_token) * params_.page_size.divisor;

@@ -12,6 +12,7 @@
 
 #include <flashinfer/common/float8.cuh>
 #include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/sm90/cache_rows.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
@@ -82,7 +83,7 @@ class MlaScaledWidener {
   // Rows beyond the request are zeros.
   __device__ __forceinline__ void copy_query(const MlaWorkItem& item, uint32_t parity) const {
     constexpr int kColumnsCkv = Tile::kDimCkv / 8, kColumns = kColumnsCkv + Tile::kDimKpe / 8;
-    const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+    const int num_rows = mla_rows_from(params_, item);
     ptx::mbarrier_wait(address(control_.q_empty), parity ^ 1);
 #pragma unroll 1
     for (int row = threadIdx.x / 32 % kWarps; row < Tile::kRows; row += kWarps) {

@@ -12,6 +12,7 @@
 
 #include <flashinfer/common/float8.cuh>
 #include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/sm90/cache_rows.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/ptx/cluster.cuh>
@@ -124,7 +125,7 @@ class MlaWidener {
   __device__ __forceinline__ void read_query(const MlaWorkItem& item, int row,
                                              QueryRow& values) const {
     constexpr int kColumnsCkv = Tile::kDimCkv / 8;
-    const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
+    const int num_rows = mla_rows_from(params_, item);
     const uint32_t packed = item.row_begin + row;
     const uint32_t token = params_.num_heads.divide(packed);
     const int64_t head = packed - token * params_.num_heads.divisor;

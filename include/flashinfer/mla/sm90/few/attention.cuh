@@ -13,6 +13,7 @@
 
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/row_end.cuh>
@@ -58,9 +59,8 @@ class MlaFewAttention {
     ptx::grid_dependency_wait();
     for (int i = share.begin; i < share.end; ++i) {
       if (i != share.begin) item = params_.items[i];
-      const int rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
-      num_rows_ = min(rows, static_cast<int>(kMlaTileRows));
-      for (int pass = 0; pass < mla_few_passes<Tile>(num_rows_); ++pass) {
+      num_rows_ = mla_tile_rows(params_, item);
+      for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
       }
       if (item.slot >= 0 && params_.merges_itself) {
@@ -78,9 +78,9 @@ class MlaFewAttention {
       load_queries(queries, item, first_row, h);
       largest_[h] = -math::inf;
       sum_[h] = 0.f;
-      limits_[h] = limit(item, first_row + row_ + 8 * h);
+      limits_[h] = mla_visible_tokens(params_, item, first_row + row_ + 8 * h);
     }
-    least_limit_ = limit(item, first_row);
+    least_limit_ = mla_visible_tokens(params_, item, first_row);
     Output output = {};
 #pragma unroll 1
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
@@ -136,13 +136,6 @@ class MlaFewAttention {
       queries[step][h] = load(rows, first);
       queries[step][2 + h] = load(rows, first + 8);
     }
-  }
-
-  // How many tokens a row sees.
-  __device__ __forceinline__ int limit(const MlaWorkItem& item, int row) const {
-    if (!params_.causal) return item.kv_end;
-    const int token = params_.num_heads.divide(item.row_begin + row);
-    return min(item.kv_end, item.kv_len - item.qo_len + token + 1);
   }
 
   // ---- Logits ----
@@ -434,7 +427,6 @@ class MlaFewAttention {
   int stage_ = 0, turn_ = 0;
   uint32_t phase_ = 0, parity_ = 0;
   int limits_[2], least_limit_;
-  float scales_[2];                        // of logits of the thread's rows
   float largest_[2], sum_[2], shrink_[2];  // of the thread's rows; sums of its own weights
 };
 

@@ -3,29 +3,24 @@
 #pragma once
 
 #include <flashinfer/layout/swizzle.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/mla_params.h>
+#include <flashinfer/mla/sm90/boxes.cuh>
 #include <flashinfer/mla/sm90/few/tile.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/shared.cuh>
-#include <flashinfer/ptx/tensor_map.h>
 #include <flashinfer/ptx/tma.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
 
 namespace flashinfer {
 
-struct MlaFewParams {
-  MlaParams mla;
-  ptx::EncodedTensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
-  uint32_t box_rows;               // 0: lanes copy
-};
-
 template <typename Tile>
 class MlaFewLoader {
  public:
-  __device__ __forceinline__ MlaFewLoader(const MlaFewParams& params, char* shared,
+  __device__ __forceinline__ MlaFewLoader(const MlaSm90Params& params, char* shared,
                                           MlaFewControl<Tile>& control)
       : params_(params.mla),
         maps_(params),
@@ -37,12 +32,12 @@ class MlaFewLoader {
     const MlaShare share(params_);
     MlaWorkItem item = share.first;
     if (maps_.box_rows != 0) {
-      Pages pages = find_pages(item);
+      MlaBoxPages pages = MlaBoxPages::find(maps_, item, lane_idx_);
       ptx::grid_dependency_wait();
       for (int i = share.begin; i < share.end; ++i) {
         if (i != share.begin) {
           item = params_.items[i];
-          pages = find_pages(item);
+          pages = MlaBoxPages::find(maps_, item, lane_idx_);
         }
         for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages);
       }
@@ -57,8 +52,7 @@ class MlaFewLoader {
 
  private:
   __device__ __forceinline__ int passes(const MlaWorkItem& item) const {
-    const int rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
-    return mla_few_passes<Tile>(min(rows, static_cast<int>(kMlaTileRows)));
+    return mla_passes<Tile>(mla_tile_rows(params_, item));
   }
 
   __device__ __forceinline__ uint32_t full() const {
@@ -76,24 +70,9 @@ class MlaFewLoader {
 
   // ---- Boxes ----
 
-  // Each lane holds the page of one of 32 consecutive boxes.
-  struct Pages {
-    int first, next;
-  };
-  __device__ __forceinline__ int page_of(const MlaWorkItem& item, int token) const {
-    if (token >= item.kv_end) return -1;
-    const int page = params_.kv_indices[item.kv_base + params_.page_size.divide(token)];
-    return static_cast<uint32_t>(page) < params_.num_pages ? page : -1;
-  }
-  __device__ __forceinline__ Pages find_pages(const MlaWorkItem& item) const {
-    const int box_rows = maps_.box_rows;
-    return {page_of(item, item.kv_begin + lane_idx_ * box_rows),
-            page_of(item, item.kv_begin + (32 + lane_idx_) * box_rows)};
-  }
-
   // A lane asks for a box. Boxes of pages that do not exist load nothing: the request
   // has no tokens there.
-  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const Pages& found) {
+  __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const MlaBoxPages& found) {
     const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;  // of a block
     const int own_box = lane_idx_ / Tile::kChunks, chunk = lane_idx_ % Tile::kChunks;
     const bool is_rope = chunk >= Tile::kChunksCkv;
@@ -124,7 +103,8 @@ class MlaFewLoader {
       if (box == 32) {
         box = 0;
         pages = next_pages;
-        next_pages = page_of(item, token + Tile::kBlock + (32 + lane_idx_) * box_rows);
+        next_pages =
+            MlaBoxPages::page_of(params_, item, token + Tile::kBlock + (32 + lane_idx_) * box_rows);
       }
     }
   }
@@ -184,7 +164,7 @@ class MlaFewLoader {
   }
 
   const MlaParams& params_;
-  const MlaFewParams& maps_;
+  const MlaSm90Params& maps_;
   MlaFewControl<Tile>& control_;
   const uint32_t shared_;
   const int lane_idx_;

@@ -19,7 +19,7 @@ namespace flashinfer {
 
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    mla_few_kernel(const __grid_constant__ MlaFewParams params) {
+    mla_few_kernel(const __grid_constant__ MlaSm90Params params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   static_assert(sizeof(MlaFewControl<Tile>) <= Tile::kControlBytes);

@@ -45,10 +45,4 @@ struct MlaFewControl {
   uint32_t is_last;  // whether the CTA has brought the last part of a tile
 };
 
-// How often an item of so many rows is walked, kRows rows at a time.
-template <typename Tile>
-__device__ __forceinline__ int mla_few_passes(int num_rows) {
-  return (num_rows + Tile::kRows - 1) / Tile::kRows;
-}
-
 }  // namespace flashinfer

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/row_end.cuh>
 #include <flashinfer/mla/sm90/last_merge.cuh>
 #include <flashinfer/mla/sm90/narrow/queries.cuh>
@@ -48,9 +49,8 @@ class MlaNarrowAttention {
     const int end = params_.cta_begin[blockIdx.x + 1];
     for (int i = params_.cta_begin[blockIdx.x]; i < end; ++i) {
       const MlaWorkItem item = params_.items[i];
-      const int rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
-      num_rows_ = min(rows, static_cast<int>(kMlaTileRows));
-      for (int pass = 0; pass < mla_narrow_passes<Tile>(num_rows_); ++pass) {
+      num_rows_ = mla_tile_rows(params_, item);
+      for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
       }
       if (item.slot >= 0 && params_.merges_itself) {
@@ -70,9 +70,9 @@ class MlaNarrowAttention {
       scales_[h] *= params_.sm_scale_log2;
       largest_[h] = -math::inf;
       sum_[h] = 0.f;
-      limits_[h] = limit(item, first_row + row_ + 8 * h);
+      limits_[h] = mla_visible_tokens(params_, item, first_row + row_ + 8 * h);
     }
-    least_limit_ = limit(item, first_row);
+    least_limit_ = mla_visible_tokens(params_, item, first_row);
     float shrink[2] = {1.f, 1.f};  // of the output, before the weights that are there are used
     bool moves = false;
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
@@ -172,13 +172,6 @@ class MlaNarrowAttention {
     if constexpr (std::is_same_v<Kpe, T> || sizeof(Kpe) == 1) return pair;
     return PackedPair<T>::pack(to_float(Kpe{static_cast<uint16_t>(pair)}),
                                to_float(Kpe{static_cast<uint16_t>(pair >> 16)}));
-  }
-
-  // How many tokens a row sees.
-  __device__ __forceinline__ int limit(const MlaWorkItem& item, int row) const {
-    if (!params_.causal) return item.kv_end;
-    const int token = params_.num_heads.divide(item.row_begin + row);
-    return min(item.kv_end, item.kv_len - item.qo_len + token + 1);
   }
 
   // The lane's logits are of tokens t and t + 4 of the warp's. Hidden ones become -inf.

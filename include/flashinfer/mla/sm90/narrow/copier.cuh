@@ -1,6 +1,7 @@
 // The warpgroup that copies KV of the narrow MLA kernel to the ring, 16 bytes a thread at a time.
 #pragma once
 
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/sm90/cache_rows.cuh>
 #include <flashinfer/mla/sm90/narrow/tile.cuh>
@@ -27,8 +28,7 @@ class MlaNarrowCopier {
     const int end = params_.cta_begin[blockIdx.x + 1];
     for (int i = params_.cta_begin[blockIdx.x]; i < end; ++i) {
       const MlaWorkItem item = params_.items[i];
-      const int rows = item.qo_len * static_cast<int>(params_.num_heads.divisor) - item.row_begin;
-      const int passes = mla_narrow_passes<Tile>(min(rows, static_cast<int>(kMlaTileRows)));
+      const int passes = mla_passes<Tile>(mla_tile_rows(params_, item));
       for (int pass = 0; pass < passes; ++pass) copy_blocks(item);
     }
   }

@@ -53,10 +53,4 @@ struct MlaNarrowControl {
   uint64_t full[Tile::kStages], empty[Tile::kStages];
 };
 
-// How often an item of so many rows is walked, kRows rows at a time.
-template <typename Tile>
-__device__ __forceinline__ int mla_narrow_passes(int num_rows) {
-  return (num_rows + Tile::kRows - 1) / Tile::kRows;
-}
-
 }  // namespace flashinfer

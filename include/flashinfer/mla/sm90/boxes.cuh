@@ -1,0 +1,63 @@
+// Boxes of the copy engine by which kernels for Hopper bring KV: 64 columns of some tokens of a
+// page.
+#pragma once
+
+#include <flashinfer/mla/mla_params.h>
+#include <flashinfer/ptx/tensor_map.h>
+
+namespace flashinfer {
+
+struct MlaSm90Params {
+  MlaParams mla;
+  ptx::EncodedTensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
+  uint32_t box_rows;               // 0: threads copy
+};
+
+// Pages of an item's next boxes: each lane holds those of one of 32 consecutive boxes, and of the
+// 32 that follow.
+struct MlaBoxPages {
+  int first, next;
+
+  // The page of a token, or -1 if there is none.
+  __device__ __forceinline__ static int page_of(const MlaParams& params, const MlaWorkItem& item,
+                                                int token) {
+    if (token >= item.kv_end) return -1;
+    const int page = params.kv_indices[item.kv_base + params.page_size.divide(token)];
+    return static_cast<uint32_t>(page) < params.num_pages ? page : -1;
+  }
+
+  __device__ __forceinline__ static MlaBoxPages find(const MlaSm90Params& params,
+                                                     const MlaWorkItem& item, int lane_idx) {
+    const int box_rows = params.box_rows;
+    return {page_of(params.mla, item, item.kv_begin + lane_idx * box_rows),
+            page_of(params.mla, item, item.kv_begin + (32 + lane_idx) * box_rows)};
+  }
+};
+
+#ifndef __CUDACC_RTC__
+
+// Tokens of a box: the largest power of two from 16 to `most` that divides the page, or 0.
+inline uint32_t mla_box_rows(uint32_t page_size, uint32_t most) {
+  const uint32_t step = page_size & -page_size;
+  return step < 16 ? 0 : step < most ? step : most;
+}
+
+// Describes both caches of a tile to the copy engine; where it cannot read them, threads copy.
+template <typename Tile>
+inline void encode_mla_boxes(MlaSm90Params& params) {
+  const auto encode = [&](ptx::EncodedTensorMap& map, const MlaCache& cache, uint64_t columns) {
+    if (columns == 0 || params.box_rows == 0) return;
+    const uint32_t page_size = params.mla.page_size.divisor;
+    if (!ptx::encode_tensor_map<typename Tile::T>(map, cache.data, columns, 64,
+                                                  {{page_size, cache.stride_token, params.box_rows},
+                                                   {params.mla.num_pages, cache.stride_page, 1}})) {
+      params.box_rows = 0;
+    }
+  };
+  encode(params.ckv, params.mla.ckv, Tile::kDimCkv);
+  encode(params.kpe, params.mla.kpe, Tile::kDimKpe);
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace flashinfer
