@@ -77,10 +77,9 @@ def choose_kernel(
     if second is not None and spec.kv_data_type == PACKED_FLOAT4:
         raise ValueError("`kv_data_type` must not be uint8 (4 bits) in launches of two parts")
     decodes = requests.qo_indptr is None
-    rows = requests.tokens_per_request * spec.group_size if decodes else _ROWS_FOR_HOPPER
-    has_few_rows = rows < _ROWS_FOR_HOPPER or (
-        decodes and (fixed_split_size or spec.q_data_type not in FLOAT16)
-    )
+    rows = requests.tokens_per_request * spec.group_size if decodes else 0
+    fills_tiles = rows >= _ROWS_FOR_HOPPER and spec.q_data_type in FLOAT16 and not fixed_split_size
+    has_few_rows = decodes and not fills_tiles
     backend = possible_backend(spec, device, has_few_rows, second is not None, fixed_split_size)
     if backend == "fa3":
         return hopper_choice(spec)
