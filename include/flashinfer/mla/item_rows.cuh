@@ -13,7 +13,7 @@ __device__ __forceinline__ int mla_rows_from(const MlaParams& params, const Work
   return work.qo_len * static_cast<int>(params.num_heads.divisor) - work.row_begin;
 }
 
-// Those of the tile.
+// How many of them the tile has.
 template <typename Work>
 __device__ __forceinline__ int mla_tile_rows(const MlaParams& params, const Work& work) {
   return min(mla_rows_from(params, work), static_cast<int>(kMlaTileRows));
