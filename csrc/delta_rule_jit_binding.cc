@@ -3,7 +3,7 @@
 // q, k, v and output are [batch, tokens, heads, dim]; packed sequences are one batch with
 // cu_seqlens, else that is None. Tuples, whose tensors may be None:
 //
-//   gates      (a, b, A_log, dt_bias, lower_bound, gate_form); g in place of a where it is by channel
+//   gates      (gate_form, a or g, b or beta, A_log, dt_bias, lower_bound): a and b are logits
 //   states     (initial_state, output_state, initial_state_indices, output_state_indices,
 //              num_accepted_tokens)
 //   snapshots  (intermediate_states_buffer, checkpoint_cu_starts, snapshots_per_batch,
@@ -37,12 +37,13 @@ FLASHINFER_FFI_EXPORT(delta_rule, args) {
   call.k = args.tensor("k");
   call.v = args.tensor("v");
   ffi::Args gates = args.group("gates", 6);
-  call.gate = gates.optional_tensor(kTypes.channel_gate ? "g" : "a");
-  call.beta = gates.optional_tensor("b");
+  const auto gate_form = static_cast<GateForm>(gates.integer("gate_form"));
+  const bool are_logits = gate_form == GateForm::kSoftplus && !kTypes.channel_gate;
+  call.gate = gates.optional_tensor(are_logits ? "a" : "g");
+  call.beta = gates.optional_tensor(are_logits ? "b" : "beta");
   call.a_log = gates.optional_tensor("A_log");
   call.dt_bias = gates.optional_tensor("dt_bias");
   const double lower_bound = gates.number("lower_bound");
-  const int64_t gate_form = gates.integer("gate_form");
   ffi::Args states = args.group("states", 5);
   call.state = states.optional_tensor("initial_state");
   call.state_out = states.optional_tensor("output_state");
@@ -72,7 +73,7 @@ FLASHINFER_FFI_EXPORT(delta_rule, args) {
   DeltaRuleParams params = make_params(call, batch, flags);
   params.scale = static_cast<float>(scale);
   params.lower_bound = static_cast<float>(lower_bound);
-  params.gate_form = static_cast<GateForm>(gate_form);
+  params.gate_form = gate_form;
   params.snapshots_per_batch = snapshots_per_batch;
   params.snapshot_every = static_cast<int32_t>(snapshot_every);
   params.num_tokens = static_cast<int32_t>(call.q.dim(1));

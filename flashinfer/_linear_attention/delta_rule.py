@@ -122,7 +122,7 @@ def run_delta_rule(
     flags = flags_of(gates, states, normalize_qk)
     get_delta_rule_kernel(config)(
         out, q, k, v,
-        (gates.gate, gates.beta, gates.a_log, gates.dt_bias, gates.lower_bound, int(gates.form)),
+        (int(gates.form), gates.gate, gates.beta, gates.a_log, gates.dt_bias, gates.lower_bound),
         (states.initial, states.final, states.read_slots, states.write_slots, states.num_accepted),
         (
             states.snapshots, states.snapshot_starts, states.snapshots_per_batch,

@@ -111,6 +111,17 @@ def test_sequences_of_no_tokens_alone(device, dim, has_initial):
     assert torch.equal(final, problem.initial if has_initial else torch.zeros_like(final))
 
 
+@pytest.mark.parametrize("dim", [128, 32])
+@pytest.mark.parametrize("lengths", [[], [5]])
+@pytest.mark.parametrize("gate", ["g", "beta"])
+def test_a_gate_is_refused_by_its_name(device, dim, lengths, gate):
+    case = (lengths, 1, 1, 2, dim, dim, torch.bfloat16, torch.float32, True, 0.9)
+    problem = Problem(case, device)
+    wrong = torch.zeros(sum(lengths), 3, device=device)
+    with pytest.raises(ValueError, match=f"`{gate}`"):
+        problem.call(**{gate: wrong})
+
+
 def test_checkpoints_and_slots(device):
     torch.manual_seed(2)
     case = ([200, 64, 130], 2, 2, 2, 128, 128, torch.bfloat16, torch.float32, True, 0.9)
