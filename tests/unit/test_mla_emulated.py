@@ -196,7 +196,7 @@ def find_narrow_fault(
     emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int], cases: int = 3
 ) -> str:
     """The same of the kernel for few rows, from a latent cache of e4m3."""
-    shared = "extern __shared__ __align__(128) char shared[];"
+    shared = "extern __shared__ __align__(1024) char shared[];"
     emulator.substitute(NARROW, shared, "char* const shared = dynamic_shared;")
     options = ["-DEMULATION_ARCH=900", "-DEMULATION_NARROW", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
     dtypes = (dtype, "float8_e4m3fn", kpe, "bfloat16")

@@ -2,7 +2,7 @@
 // quarters of the other kernel's tile would be empty, and queries take room there that KV needs.
 //
 // CTAs are persistent, one per SM; each walks its share of the plan's items. One warp loads
-// (loader.cuh), eight multiply with mma.sync (attention.cuh). Sums run in a fixed order: results
+// (ring_loader.cuh), eight multiply with mma.sync (attention.cuh). Sums run in a fixed order: results
 // repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
@@ -11,7 +11,7 @@
 #include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/few/attention.cuh>
-#include <flashinfer/mla/sm90/few/loader.cuh>
+#include <flashinfer/mla/sm90/ring_loader.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
 
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
   }
   if (threadIdx.x >= Tile::kMathThreads) {
-    MlaFewLoader<Tile>(params, shared, control).run();
+    MlaRingLoader<Tile>(params, shared, control.full, control.empty).run();
   } else {
     MlaFewAttention<Tile>(params.mla, shared, control).run();
   }

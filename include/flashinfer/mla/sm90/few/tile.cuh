@@ -11,6 +11,8 @@ template <typename T_, typename O_, int kDimCkv_, int kDimKpe_>
 struct MlaFewTile {
   using T = T_;  // of queries and caches
   using O = O_;
+  using Ckv = T_;
+  using Kpe = T_;
   static_assert(sizeof(T) == 2);
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;
   static_assert((kDimCkv == 512 || kDimCkv == 256) && (kDimKpe == 64 || kDimKpe == 0));
@@ -25,6 +27,7 @@ struct MlaFewTile {
   static constexpr int kTokenTiles = kBlock / 8, kOutputTiles = kWarpColumns / 8;
 
   // Chunks of 64 columns, the last one kpe, as the copy engine writes them with its swizzle.
+  static constexpr int kChunkColumns = 64, kRopeRowBytes = 128;
   static constexpr int kChunksCkv = kDimCkv / 64, kChunks = kChunksCkv + kDimKpe / 64;
   static constexpr int kChunkBytes = kBlock * 128, kStageBytes = kChunks * kChunkBytes;
   // Logits of a warp's columns, of even and of odd blocks; at the end of an item, outputs.

@@ -1,4 +1,4 @@
-// Host side of the narrow MLA kernel.
+// Host side of the MLA kernel for few rows of 8 bits.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -10,17 +10,20 @@
 namespace flashinfer {
 
 template <typename Tile>
-inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl,
-                                     cudaStream_t stream) {
+inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl, cudaStream_t stream) {
   int prepared = 0;
   const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
     *done = 1;
-    return cudaFuncSetAttribute(mla_narrow_kernel<Tile>,
-                                cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
+    return cudaFuncSetAttribute(mla_narrow_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                Tile::kSharedBytes);
   });
   if (status != cudaSuccess) return status;
+  MlaSm90Params narrow = {};
+  narrow.mla = params;
+  narrow.box_rows = mla_box_rows(params.page_size.divisor, Tile::kBlock);
+  encode_mla_boxes<Tile>(narrow);
   return launch_kernel(mla_narrow_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
-                       Tile::kSharedBytes, stream, enable_pdl, params);
+                       Tile::kSharedBytes, stream, enable_pdl, narrow);
 }
 
 }  // namespace flashinfer
