@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <flashinfer/scheduler/mla_work.h>
 #include <utility>
 #include <vector>
@@ -24,6 +26,7 @@ struct MlaPlanConfig {
   int64_t num_ctas;
   bool causal;
   bool splits;  // false: no tile is cut, so that a result does not depend on the batch
+  bool claims;  // whether the kernel's CTAs can claim items
 };
 
 class MlaPlanner {
@@ -39,15 +42,17 @@ class MlaPlanner {
     requests_ = &requests;
     choose_lanes();
     list_units();
-    if (config.splits) {
-      cut(smallest_share());
-    } else {
+    if (!config.splits) {
       deal_whole_units();
+    } else if (!set_tails() || !cut(smallest_share())) {
+      for (Unit& unit : units_) unit.tail = 0;
+      cut(smallest_share());
     }
     plan.num_ctas = config.num_ctas;
     plan.num_items = num_items_;
     plan.num_merges = static_cast<int64_t>(merges_.size());
     plan.num_slots = num_slots_;
+    plan.claims = !claimed_.empty();
     plan.few_parts = true;
     for (const MlaMerge& merge : merges_) plan.few_parts &= merge.num_parts <= kMlaFewParts;
     plan.int_bytes = MlaPlanLayout(config.num_ctas).items_offset +
@@ -58,7 +63,7 @@ class MlaPlanner {
   void write(char* workspace) const {
     const MlaPlanLayout layout(config_.num_ctas);
     auto* header = reinterpret_cast<MlaPlanHeader*>(workspace);
-    *header = {static_cast<int32_t>(merges_.size()), static_cast<int32_t>(num_items_), {}};
+    *header = {static_cast<int32_t>(merges_.size()), static_cast<int32_t>(num_items_), 0, 0};
     auto* cta_begin = reinterpret_cast<int32_t*>(workspace + layout.cta_begin_offset);
     auto* merges = reinterpret_cast<MlaMerge*>(workspace + layout.merges_offset);
     std::copy(merges_.begin(), merges_.end(), merges);
@@ -74,11 +79,15 @@ class MlaPlanner {
       }
     }
     cta_begin[config_.num_ctas] = count;
+    for (const Piece& piece : claimed_) items[count++] = item_of(piece, 0);
   }
 
  private:
   struct Unit {
     int32_t request, first_tile, num_tiles, steps;
+    int32_t tail;  // the last of the steps, which CTAs claim
+
+    int32_t own_steps() const { return steps - tail; }
   };
   struct Piece {
     int32_t unit, first_step, num_steps;
@@ -116,17 +125,36 @@ class MlaPlanner {
         const int64_t seen = visible(request, std::min(rows, (first + count) * kRows));
         units_.push_back({static_cast<int32_t>(i), static_cast<int32_t>(first),
                           static_cast<int32_t>(count),
-                          static_cast<int32_t>(ceil_div(seen, kStepTokens))});
+                          static_cast<int32_t>(ceil_div(seen, kStepTokens)),
+                          0});
       }
     }
   }
+
+  // Multiprocessors load at different speeds, by their place on the chip. So the last steps of each
+  // unit are left to those that have loaded theirs. Returns whether any are.
+  bool set_tails() {
+    if (!config_.claims || lanes_ != 1) return false;
+    int64_t steps = 0;
+    for (const Unit& unit : units_) steps += unit.steps;
+    int divisor = 16, least = 10;
+    if (const char* e = std::getenv("P_TAIL")) std::sscanf(e, "%d,%d,%d", &divisor, &tail_items_, &least);
+    if (divisor == 0 || steps < least * num_columns()) return false;
+    bool any = false;
+    for (Unit& unit : units_) {
+      unit.tail = unit.steps / divisor;
+      any |= unit.tail != 0;
+    }
+    return any;
+  }
+  int tail_items_ = 1;
 
   int64_t num_columns() const { return config_.num_ctas / lanes_; }
 
   // The least share with which the units fit the columns.
   int64_t smallest_share() const {
     int64_t total = 0;
-    for (const Unit& unit : units_) total += kItemCost + kStepCost * unit.steps;
+    for (const Unit& unit : units_) total += kItemCost + kStepCost * unit.own_steps();
     int64_t low = std::max<int64_t>(ceil_div(total, num_columns()), kItemCost + kStepCost);
     int64_t high = low;
     while (!fits(high)) high += std::max<int64_t>(high / 4, 1);
@@ -146,7 +174,7 @@ class MlaPlanner {
   void walk(int64_t share, const Emit& emit) const {
     int64_t column = 0, left = share;
     for (size_t u = 0; u < units_.size(); ++u) {
-      int64_t step = 0, steps = units_[u].steps;
+      int64_t step = 0, steps = units_[u].own_steps();
       do {
         // A piece has at least one step; a first piece that would be only that waits for the next
         // column.
@@ -176,10 +204,12 @@ class MlaPlanner {
     columns_.resize(num_columns());
     for (auto& column : columns_) column.clear();
     merges_.clear();
+    claimed_.clear();
     num_slots_ = num_items_ = 0;
   }
 
-  void cut(int64_t share) {
+  // Returns whether the workspace has room for the parts.
+  bool cut(int64_t share) {
     clear_columns();
     walk(share, [&](int64_t column, int32_t u, int64_t step, int64_t steps) {
       columns_[column].push_back(
@@ -188,14 +218,17 @@ class MlaPlanner {
       return true;
     });
     assign_slots();
+    return num_slots_ <= mla_most_slots(config_.num_ctas) &&
+           static_cast<int64_t>(merges_.size()) <= config_.num_ctas;
   }
 
   // Pieces of a unit lie in neighbouring columns, the last of one and the first of the next.
   void assign_slots() {
     int32_t current = -1, parts = 0;
     const auto finish = [&] {
-      if (parts < 2) return;
+      if (parts == 0) return;
       const Unit& unit = units_[current];
+      parts += claim_tail(current);
       const MlaRequest& request = (*requests_)[unit.request];
       for (int32_t lane = 0; lane < unit.num_tiles; ++lane) {
         merges_.push_back({request.qo_begin,
@@ -222,6 +255,21 @@ class MlaPlanner {
       }
     }
     finish();
+  }
+
+  // Returns how many pieces.
+  int32_t claim_tail(int32_t u) {
+    const Unit& unit = units_[u];
+    const int32_t count = std::min(unit.tail, tail_items_);
+    int32_t step = unit.own_steps();
+    for (int32_t i = 0; i < count; ++i) {
+      const int32_t steps = (unit.steps - step) / (count - i);
+      claimed_.push_back({u, step, steps, static_cast<int32_t>(num_slots_++),
+                          static_cast<int32_t>(merges_.size())});
+      step += steps;
+      ++num_items_;
+    }
+    return count;
   }
 
   // The longest units first, each to the column with the least to do.
@@ -274,6 +322,7 @@ class MlaPlanner {
   int64_t lanes_ = 1, num_slots_ = 0, num_items_ = 0;
   std::vector<Unit> units_;
   std::vector<std::vector<Piece>> columns_;
+  std::vector<Piece> claimed_;
   std::vector<MlaMerge> merges_;
   std::vector<int32_t> order_;
   std::vector<Load> loads_;

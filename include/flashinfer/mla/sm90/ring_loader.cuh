@@ -10,6 +10,7 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/progress.cuh>
 #include <flashinfer/ptx/shared.cuh>
 #include <flashinfer/ptx/tma.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
@@ -20,39 +21,69 @@ template <typename Tile>
 class MlaRingLoader {
  public:
   __device__ __forceinline__ MlaRingLoader(const MlaSm90Params& params, char* shared,
-                                           const uint64_t* full, const uint64_t* empty)
+                                           const uint64_t* full, const uint64_t* empty,
+                                           MlaWorkItem* claimed)
       : params_(params.mla),
         maps_(params),
         full_(ptx::shared_address(full)),
         empty_(ptx::shared_address(empty)),
+        claimed_(claimed),
         shared_(ptx::shared_address(shared)),
         lane_idx_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
     const MlaShare share(params_);
     MlaWorkItem item = share.first;
-    if (maps_.box_rows != 0) {
-      MlaBoxPages pages = MlaBoxPages::find(maps_, item, lane_idx_);
-      ptx::grid_dependency_wait();
-      for (int i = share.begin; i < share.end; ++i) {
-        if (i != share.begin) {
-          item = params_.items[i];
-          pages = MlaBoxPages::find(maps_, item, lane_idx_);
-        }
-        for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages);
+    MlaBoxPages pages = {};
+    if (maps_.box_rows != 0) pages = MlaBoxPages::find(maps_, item, lane_idx_);
+    ptx::grid_dependency_wait();
+    for (int i = share.begin; i < share.end; ++i) {
+      if (i != share.begin) {
+        item = params_.items[i];
+        if (maps_.box_rows != 0) pages = MlaBoxPages::find(maps_, item, lane_idx_);
       }
-    } else {
-      ptx::grid_dependency_wait();
-      for (int i = share.begin; i < share.end; ++i) {
-        if (i != share.begin) item = params_.items[i];
-        for (int pass = 0; pass < passes(item); ++pass) copy_blocks(item);
+      load(item, pages);
+    }
+    if (params_.claimed != nullptr) load_claimed();
+  }
+
+ private:
+  __device__ __forceinline__ void load(const MlaWorkItem& item, const MlaBoxPages& pages) {
+    const int passes = mla_passes<Tile>(mla_tile_rows(params_, item));
+    for (int pass = 0; pass < passes; ++pass) {
+      if (maps_.box_rows != 0) {
+        load_boxes(item, pages);
+      } else {
+        copy_blocks(item);
       }
     }
   }
 
- private:
-  __device__ __forceinline__ int passes(const MlaWorkItem& item) const {
-    return mla_passes<Tile>(mla_tile_rows(params_, item));
+  // Whoever multiplies reads with an item's first block what the item is.
+  __device__ __forceinline__ void load_claimed() {
+    claims_ = true;
+    const uint32_t first = params_.cta_begin[params_.num_ctas];
+    const uint32_t count = params_.header->num_items - first;
+    while (true) {
+      uint32_t number = 0;
+      if (lane_idx_ == 0) number = ptx::count_events(params_.claimed, 1);
+      number = __shfl_sync(0xffffffffu, number, 0);
+      if (number >= count) {
+        // The last one that finds none: for the next launch.
+        if (number == count + params_.num_ctas - 1 && lane_idx_ == 0) *params_.claimed = 0;
+        break;
+      }
+      const MlaWorkItem item = params_.items[first + number];
+      MlaBoxPages pages = {};
+      if (maps_.box_rows != 0) pages = MlaBoxPages::find(maps_, item, lane_idx_);
+      load(item, pages);
+    }
+    wait_for_place();
+    if (lane_idx_ == 0) {
+      claimed_[stage_].kv_end = -1;
+      ptx::mbarrier_arrive(full());
+    }
+    if (maps_.box_rows == 0) ptx::mbarrier_arrive(full());
   }
 
   __device__ __forceinline__ uint32_t full() const {
@@ -94,7 +125,10 @@ class MlaRingLoader {
       const int slot = at - params_.page_size.divide(at) * params_.page_size.divisor;
       const uint32_t barrier = full();
       wait_for_place();
-      if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(barrier, bytes);
+      if (lane_idx_ == 0) {
+        if (claims_) claimed_[stage_] = item;
+        ptx::mbarrier_arrive_expect(barrier, bytes);
+      }
       __syncwarp();
       if (loads) {
         ptx::tma_load_hinted(place + stage_ * Tile::kStageBytes, map, barrier, column, slot, page,
@@ -143,6 +177,10 @@ class MlaRingLoader {
         pages[own] = find_page(token + Tile::kBlock, own);
       }
       wait_for_place();
+      if (lane_idx_ == 0) {
+        if (claims_) claimed_[stage_] = item;
+        ptx::mbarrier_arrive(full());
+      }
       if (params_.num_pages != 0) {
 #pragma unroll
         for (int own = 0; own < kOwnRows; ++own) {
@@ -186,8 +224,10 @@ class MlaRingLoader {
   const MlaParams& params_;
   const MlaSm90Params& maps_;
   const uint32_t full_, empty_;  // barriers of the stages
+  MlaWorkItem* const claimed_;      // of each stage, if its block is of a claimed item
   const uint32_t shared_;
   const int lane_idx_;
+  bool claims_ = false;  // whether the item is a claimed one
   int stage_ = 0;
   uint32_t parity_ = 0;
 };

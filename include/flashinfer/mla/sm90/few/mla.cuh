@@ -13,6 +13,7 @@
 #include <flashinfer/mla/sm90/few/attention.cuh>
 #include <flashinfer/mla/sm90/ring_loader.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/setmaxnreg.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
 
 namespace flashinfer {
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto& control = *reinterpret_cast<MlaFewControl<Tile>*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 32 : 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 33 : 1);
       ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
     }
     ptx::mbarrier_init_fence();
@@ -42,8 +43,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
   }
   if (threadIdx.x >= Tile::kMathThreads) {
-    MlaRingLoader<Tile>(params, shared, control.full, control.empty).run();
+    ptx::decrease_registers<Tile::kLoadRegisters>();
+    if (threadIdx.x >= Tile::kMathThreads + 32) return;
+    MlaRingLoader<Tile>(params, shared, control.full, control.empty, control.claimed).run();
   } else {
+    ptx::increase_registers<Tile::kMathRegisters>();
     MlaFewAttention<Tile>(params.mla, shared, control).run();
   }
 #endif

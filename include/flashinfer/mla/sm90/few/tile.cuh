@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/scheduler/mla_work.h>
 
 namespace flashinfer {
 
@@ -20,7 +21,10 @@ struct MlaFewTile {
   static constexpr int kBlock = 32;  // KV tokens of a block
   // Two groups of warps take turns at blocks; a warp has a quarter of the columns.
   static constexpr int kGroupWarps = 4, kGroupThreads = 32 * kGroupWarps;
-  static constexpr int kMathThreads = 2 * kGroupThreads, kThreads = kMathThreads + 32;
+  static constexpr int kMathThreads = 2 * kGroupThreads, kThreads = kMathThreads + 128;
+  static constexpr int kLoadRegisters = 56, kMathRegisters = 224;
+  // A launch has 168 for each thread. Asking for more waits for ever.
+  static_assert(kLoadRegisters + 2 * kMathRegisters == 3 * 168);
   static constexpr int kWarpColumns = kDimCkv / kGroupWarps;
   static constexpr int kCkvSteps = kWarpColumns / 16;  // of a warp's products
   static constexpr int kKeySteps = kCkvSteps + kDimKpe / 16 / kGroupWarps;
@@ -33,7 +37,7 @@ struct MlaFewTile {
   // Logits of a warp's columns, of even and of odd blocks; at the end of an item, outputs.
   static constexpr int kPartBytes = kTokenTiles * 32 * 16;
   static constexpr int kExchangeBytes = 2 * kGroupWarps * kPartBytes;  // of a group
-  static constexpr int kControlBytes = 512, kMaxBytes = 227 << 10;
+  static constexpr int kControlBytes = 1024, kMaxBytes = 227 << 10;
   static constexpr int kRoom = (kMaxBytes - kControlBytes - 2 * kExchangeBytes) / kStageBytes;
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
   static constexpr int kOffsetExchange = kStages * kStageBytes;
@@ -45,6 +49,7 @@ template <typename Tile>
 struct MlaFewControl {
   float largest[2][Tile::kRows], sums[2][Tile::kRows];  // of the groups
   uint64_t full[Tile::kStages], empty[Tile::kStages];
+  MlaWorkItem claimed[Tile::kStages];  // of which a stage has a block, told by the loading warp
   uint32_t is_last;  // whether the CTA has brought the last part of a tile
 };
 

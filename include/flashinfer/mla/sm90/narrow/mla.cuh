@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto& control = *reinterpret_cast<MlaNarrowControl<Tile>*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 32 : 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 33 : 1);
       ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
     }
     ptx::mbarrier_init_fence();
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x >= Tile::kMathThreads) {
     ptx::decrease_registers<Tile::kLoadRegisters>();
     if (threadIdx.x >= Tile::kMathThreads + 32) return;
-    MlaRingLoader<Tile>(params, shared, control.full, control.empty).run();
+    MlaRingLoader<Tile>(params, shared, control.full, control.empty, control.claimed).run();
   } else {
     ptx::increase_registers<Tile::kMathRegisters>();
     MlaNarrowAttention<Tile>(params.mla, params.box_rows == 0, shared, control).run();

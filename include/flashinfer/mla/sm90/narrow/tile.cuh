@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/scheduler/mla_work.h>
 
 namespace flashinfer {
 
@@ -26,7 +27,7 @@ struct MlaNarrowTile {
   // Two groups of warps take turns at blocks; a warp has a quarter of the output's columns.
   static constexpr int kGroupWarps = 4, kGroupThreads = 32 * kGroupWarps;
   static constexpr int kMathThreads = 2 * kGroupThreads, kThreads = kMathThreads + 128;
-  static constexpr int kLoadRegisters = 40, kMathRegisters = 232;
+  static constexpr int kLoadRegisters = 56, kMathRegisters = 224;
   // A launch has 168 for each thread. Asking for more waits for ever.
   static_assert(kLoadRegisters + 2 * kMathRegisters == 3 * 168);
   static constexpr int kWarpColumns = kDimCkv / kGroupWarps;
@@ -72,6 +73,7 @@ struct MlaNarrowControl {
   float largest[2][Tile::kRows];                        // references of the groups
   float sums[2][Tile::kGroupWarps][Tile::kRows];        // of the warps' weights
   uint64_t full[Tile::kStages], empty[Tile::kStages];
+  MlaWorkItem claimed[Tile::kStages];  // of which a stage has a block, told by the loading warp
   uint32_t is_last;  // whether the CTA has brought the last part of a tile
 };
 
