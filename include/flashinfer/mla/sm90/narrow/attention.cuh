@@ -117,8 +117,12 @@ class MlaNarrowAttention {
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       // All wait for all blocks: the parity of a barrier tells only a block from the next one
       // there.
+#ifndef P_NOLOAD
       ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);
+#endif
+#ifndef P_NOMATH
       if (turn_ == group_) attend_block(output, item, token);
+#endif
       __syncwarp();
       if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.empty[stage_]));
       turn_ ^= 1;

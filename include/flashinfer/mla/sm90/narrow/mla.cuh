@@ -46,7 +46,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x >= Tile::kMathThreads) {
     ptx::decrease_registers<Tile::kLoadRegisters>();
     if (threadIdx.x >= Tile::kMathThreads + 32) return;
+#ifndef P_NOLOAD
     MlaRingLoader<Tile>(params, shared, control.full, control.empty, control.claimed).run();
+#endif
   } else {
     ptx::increase_registers<Tile::kMathRegisters>();
     MlaNarrowAttention<Tile>(params.mla, params.box_rows == 0, shared, control).run();
