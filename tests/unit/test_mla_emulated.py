@@ -12,10 +12,10 @@ KERNEL = "flashinfer/mla/portable/mla.cuh"
 LAST_MERGE = "flashinfer/mla/sm90/last_merge.cuh"
 FEW = "flashinfer/mla/sm90/few/mla.cuh"
 FEW_ATTENTION = "flashinfer/mla/sm90/few/attention.cuh"
-FEW_LOADER = "flashinfer/mla/sm90/few/loader.cuh"
+RING_LOADER = "flashinfer/mla/sm90/ring_loader.cuh"
 NARROW = "flashinfer/mla/sm90/narrow/mla.cuh"
 NARROW_ATTENTION = "flashinfer/mla/sm90/narrow/attention.cuh"
-NARROW_COPIER = "flashinfer/mla/sm90/narrow/copier.cuh"
+NARROW_QUERIES = "flashinfer/mla/sm90/narrow/queries.cuh"
 
 
 def find_fault(
@@ -223,12 +223,16 @@ def test_few_rows(emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int
     ("header", "statement", "other"),
     one_by_default(
         [
-            (NARROW_ATTENTION, "token);\n      synchronize();", "token);"),
-            (NARROW_ATTENTION, "(parity_ ^ 1) * Tile::kWeight", "parity_ * Tile::kWeight"),
-            (NARROW_ATTENTION, "row_ % 2 * 4 + row_ / 2;", "row_;"),
-            (NARROW_ATTENTION, "if (moves) multiply(output, shrink);\n        moves", "moves"),
-            (NARROW_ATTENTION, "ptx::mbarrier_wait(address(control_.full[stage_]), phase_);", ""),
-            (NARROW_COPIER, "parity_ ^ 1);", "parity_);"),
+            (NARROW_ATTENTION, "    parity_ ^= 1;\n  }", "  }"),
+            (NARROW_ATTENTION, "multiply(output, shrink);", ""),
+            (NARROW_ATTENTION, "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);", ""),
+            (NARROW_ATTENTION, "clear_rows(item.kv_end - token);", "{}"),
+            (NARROW_ATTENTION, "fmaf(sum, kUnit, product)", "product"),
+            (NARROW_ATTENTION, "synchronize();  // outputs have been read", "// "),
+            (NARROW_QUERIES, "* kStep;", ";"),
+            (RING_LOADER, "parity_ ^ 1);", "parity_);"),
+            (RING_LOADER, "*params_.claimed = 0;", "{}"),
+            (RING_LOADER, "if (claims_) claimed_[stage_] = item;\n        ptx::mbarrier_arrive(", "ptx::mbarrier_arrive("),
         ]
     ),
 )  # fmt: skip
@@ -272,8 +276,8 @@ def test_few_rows_of_16_bits(emulator: Emulator, dtype: str, dims: tuple[int, in
             (LAST_MERGE, "output[e], shrink, value * weight", "output[e], shrink, value"),
             (FEW_ATTENTION, "synchronize();  // before logits are told again", ""),
             (FEW_ATTENTION, "clear_rows(item.kv_end - token);", "{}"),
-            (FEW_LOADER, "parity_ ^ 1);", "parity_);"),
-            (FEW_LOADER, "(box + own_box) % 32", "box"),
+            (RING_LOADER, "parity_ ^ 1);", "parity_);"),
+            (RING_LOADER, "(box + own_box) % 32", "box"),
         ]
     ),
 )  # fmt: skip

@@ -36,6 +36,9 @@ class MlaPlanner {
   // Cost of an item besides its steps, in half steps: its queries, the last product, its output.
   static constexpr int64_t kItemCost = 5, kStepCost = 2;
 
+  // Steps that CTAs claim: of a unit one in so many, of a column's share at most one in so many.
+  static constexpr int64_t kUnitTails = 16, kShareTails = 6;
+
   // Decides; fills in the sizes of `plan`.
   void plan(const MlaPlanConfig& config, const std::vector<MlaRequest>& requests, MlaPlan& plan) {
     config_ = config;
@@ -131,18 +134,23 @@ class MlaPlanner {
     }
   }
 
-  // Multiprocessors load at different speeds, by their place on the chip. So the last steps of each
-  // unit are left to those that have loaded theirs. Returns whether any are.
+  // Multiprocessors load at different speeds, by their place on the chip. So the last steps of long
+  // units are left to those that have loaded theirs. Returns whether any are.
   bool set_tails() {
     if (!config_.claims || lanes_ != 1) return false;
     int64_t steps = 0;
     for (const Unit& unit : units_) steps += unit.steps;
-    int divisor = 16, least = 10;
-    if (const char* e = std::getenv("P_TAIL")) std::sscanf(e, "%d,%d,%d", &divisor, &tail_items_, &least);
-    if (divisor == 0 || steps < least * num_columns()) return false;
+    int64_t unit_tails = kUnitTails, share_tails = kShareTails;
+    if (const char* e = std::getenv("P_TAIL")) {
+      int a = 0, b = 1, c = 6;
+      std::sscanf(e, "%d,%d,%d", &a, &b, &c);
+      if (a == 0) return false;
+      unit_tails = a, share_tails = c, tail_items_ = b;
+    }
+    const int64_t most = steps / num_columns() / share_tails;
     bool any = false;
     for (Unit& unit : units_) {
-      unit.tail = unit.steps / divisor;
+      unit.tail = static_cast<int32_t>(std::min(unit.steps / unit_tails, most));
       any |= unit.tail != 0;
     }
     return any;
