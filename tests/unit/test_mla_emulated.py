@@ -17,6 +17,8 @@ NARROW = "flashinfer/mla/sm90/narrow/mla.cuh"
 NARROW_ATTENTION = "flashinfer/mla/sm90/narrow/attention.cuh"
 NARROW_QUERIES = "flashinfer/mla/sm90/narrow/queries.cuh"
 
+WAIT = "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);"
+
 
 def find_fault(
     emulator: Emulator, arch: int, dtype: str, dims: tuple[int, int], cases: int = 3
@@ -225,7 +227,7 @@ def test_few_rows(emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int
         [
             (NARROW_ATTENTION, "    parity_ ^= 1;\n  }", "  }"),
             (NARROW_ATTENTION, "multiply(output, shrink);", ""),
-            (NARROW_ATTENTION, "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);", ""),
+            (NARROW_ATTENTION, f"{WAIT}\n      if (turn_", "if (turn_"),
             (NARROW_ATTENTION, "clear_rows(item.kv_end - token);", "{}"),
             (NARROW_ATTENTION, "fmaf(sum, kUnit, product)", "product"),
             (NARROW_ATTENTION, "synchronize();  // outputs have been read", "// "),
@@ -271,7 +273,7 @@ def test_few_rows_of_16_bits(emulator: Emulator, dtype: str, dims: tuple[int, in
             (FEW_ATTENTION, "store(own + tile * 512, logits[tile]);", ""),
             (FEW_ATTENTION, "parity_ ^= 1;", ""),
             (FEW_ATTENTION, "weights)) shrink(output);", "weights)) {}"),
-            (FEW_ATTENTION, "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);", ""),
+            (FEW_ATTENTION, f"{WAIT}\n      if (turn_", "if (turn_"),
             (LAST_MERGE, "if (is_last) *counter = 0;", ""),
             (LAST_MERGE, "output[e], shrink, value * weight", "output[e], shrink, value"),
             (FEW_ATTENTION, "synchronize();  // before logits are told again", ""),
