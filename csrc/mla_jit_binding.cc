@@ -24,7 +24,6 @@ void bind(MlaParams& params, const MlaLaunchPlan& plan, const Tensor& ints, cons
   const MlaPlanLayout layout(plan.num_ctas);
   char* base = static_cast<char*>(ints.data());
   params.header = reinterpret_cast<const MlaPlanHeader*>(base);
-  params.claimed = plan.claims ? &reinterpret_cast<MlaPlanHeader*>(base)->claimed : nullptr;
   params.cta_begin = reinterpret_cast<const int32_t*>(base + layout.cta_begin_offset);
   params.merges = reinterpret_cast<const MlaMerge*>(base + layout.merges_offset);
   params.counters = reinterpret_cast<MlaMergeCounters*>(base + layout.counters_offset);

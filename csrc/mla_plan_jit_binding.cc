@@ -11,7 +11,7 @@
 //
 //   batch    (qo_indptr, kv_indptr, kv_len_arr)
 //   sizes    (num_heads, head_dim_ckv, page_size, num_sms)
-//   options  (causal, splits, is_graph, claims)
+//   options  (causal, splits, is_graph)
 //
 // The work is divided for `num_sms` multiprocessors; 0: for all of the GPU.
 #include <flashinfer/mla/plan_params.h>
@@ -139,12 +139,11 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   const int64_t head_dim_ckv = dims.integer_in("head_dim_ckv", 1, 65535);
   const int64_t page_size = dims.integer_in("page_size", 1, INT32_MAX);
   const int64_t num_sms = dims.integer_in("num_sms", 0, 1 << 16);
-  ffi::Args options = args.group("options", 4);
+  ffi::Args options = args.group("options", 3);
   MlaPlanConfig config = {};
   config.causal = options.flag("causal");
   config.splits = options.flag("splits");
   const bool is_graph = options.flag("is_graph");
-  config.claims = options.flag("claims");
   args.all_taken();
   plan = {};
   MlaLaunchPlan made = {};
@@ -161,7 +160,6 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   made.causal = config.causal;
   made.merges = is_graph || made.num_merges > 0;
   made.few_parts = !is_graph && made.few_parts;
-  made.claims = config.claims && (is_graph || made.claims);
   made.float_bytes = mla_float_bytes(made.num_ctas, made.num_slots, head_dim_ckv);
   if (ints) {
     check_workspace("int_workspace_buffer", made.int_bytes, ints.numel() * ints.itemsize());

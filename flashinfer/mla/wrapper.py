@@ -14,7 +14,7 @@ from .._common.checks import tensor as check_tensor
 from .._common.driver import get_stream_sm_count
 from .._compile.handles import Planned
 from .._instrument.decorator import flashinfer_api, flashinfer_constructor
-from ..jit.attention.mla import FEW_ROWS, MlaPlanner, get_mla_module_of
+from ..jit.attention.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
 from .call import CallModes, MlaCall, read_call, read_call_modes, refuse_modes
 from .metadata import MLAPlanMetadata
@@ -291,7 +291,6 @@ class BatchMLAPagedAttentionWrapper(Planned):
             causal=options.causal,
             is_graph=self._use_cuda_graph,
             num_sms=get_stream_sm_count(self.device) if on_gpu else 0,
-            claims=self._config.tile_rows == FEW_ROWS,
         )
 
     def _plan_again(

@@ -31,11 +31,6 @@ using Ckv = dtype::FLASHINFER_CFG_DTYPE_KV;
 using Kpe = dtype::FLASHINFER_CFG_DTYPE_KPE;
 using O = dtype::FLASHINFER_CFG_DTYPE_O;
 constexpr int kCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
-#if defined(EMULATION_NARROW) || defined(EMULATION_FEW)
-constexpr bool kFewRows = true;
-#else
-constexpr bool kFewRows = false;
-#endif
 #if defined(EMULATION_WIDE)
 constexpr bool kScaled = FLASHINFER_CFG_SCALED_GROUPS;
 #else
@@ -170,7 +165,6 @@ struct OwnPlan {
     launch.merges = params.merges;
     launch.items = params.items;
     launch.counters = params.counters;
-    launch.claimed = nullptr;
     launch.planner = params;
     launch.plans_itself = true;
     launch.plan_is_older = false;
@@ -207,8 +201,7 @@ bool check(Random& random) {
   MlaPlan plan = {};
   int num_ctas = problem.has_many_parts ? 24 : random.integer(1, 9);
   if (emulation::kMaxClusterCtas > 1) num_ctas = (num_ctas + 1) / 2 * 2;
-  const MlaPlanConfig config = {problem.heads, num_ctas, problem.causal, !random.one_in(4),
-                                kFewRows};
+  const MlaPlanConfig config = {problem.heads, num_ctas, problem.causal, !random.one_in(4)};
   planner.plan(config, problem.requests, plan);
   std::vector<uint4> ints(plan.int_bytes / 16 + 1);
   std::memset(ints.data(), 0xff, ints.size() * 16);
@@ -234,7 +227,6 @@ bool check(Random& random) {
   params.merges = reinterpret_cast<const MlaMerge*>(base + layout.merges_offset);
   params.counters = reinterpret_cast<MlaMergeCounters*>(base + layout.counters_offset);
   params.items = reinterpret_cast<const MlaWorkItem*>(base + layout.items_offset);
-  if (plan.claims) params.claimed = &reinterpret_cast<MlaPlanHeader*>(base)->claimed;
   params.partial_lse = floats.data();
   params.partial_o = floats.data() + mla_most_slots(plan.num_ctas) * kMlaTileRows;
   params.num_heads = FastDivisor(problem.heads);

@@ -233,8 +233,6 @@ def test_few_rows(emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int
             (NARROW_ATTENTION, "synchronize();  // outputs have been read", "// "),
             (NARROW_QUERIES, "* kStep;", ";"),
             (RING_LOADER, "parity_ ^ 1);", "parity_);"),
-            (RING_LOADER, "*params_.claimed = 0;", "{}"),
-            (RING_LOADER, "if (claims_) claimed_[stage_] = item;\n        ptx::mbarrier_arrive(", "ptx::mbarrier_arrive("),
         ]
     ),
 )  # fmt: skip

@@ -45,14 +45,9 @@ def aligned(size: int) -> int:
 
 
 def plan(
-    qo_lens: list[int],
-    kv_lens: list[int],
-    num_heads: int,
-    causal: bool,
-    splits: bool = True,
-    claims: bool = False,
+    qo_lens: list[int], kv_lens: list[int], num_heads: int, causal: bool, splits: bool = True
 ) -> tuple[list[list[Item]], list[Merge]]:
-    """Items of each CTA, with `claims` also those that they claim; and merges, as a launch reads them."""
+    """Items of each CTA, and merges, as a launch would read them."""
     workspace = torch.full((8 << 20,), 0xFF, dtype=torch.uint8)
     planner = MlaPlanner()
 
@@ -64,34 +59,29 @@ def plan(
     planner.make(
         *(workspace, 1 << 40, indptr(qo_lens), indptr(pages), lengths),
         *(num_heads, 512, 16, causal, splits),
-        claims=claims,
     )
     data = workspace.numpy().tobytes()
-    num_merges, num_items, num_claimed = struct.unpack_from("3i", data)
-    assert num_claimed == 0
+    num_merges, num_items = struct.unpack_from("2i", data)
     starts_at = aligned(16)
     merges_at = aligned(starts_at + 4 * (CTAS + 1))
     counters_at = aligned(merges_at + 32 * CTAS)
     items_at = aligned(counters_at + 8 * CTAS)
     assert not any(data[counters_at:items_at])
     starts = struct.unpack_from(f"{CTAS + 1}i", data, starts_at)
-    assert starts[0] == 0 and (starts[-1] <= num_items if claims else starts[-1] == num_items)
+    assert starts[0] == 0 and starts[-1] == num_items
     items = [Item(*struct.unpack_from("7i2h", data, items_at + 32 * i)) for i in range(num_items)]
     for a, b in zip(starts, starts[1:], strict=False):  # only these two can be parts
         assert all(item.slot < 0 for item in items[a + 1 : b - 1])
     merges = [Merge(*struct.unpack_from("6i", data, merges_at + 32 * i)) for i in range(num_merges)]
-    shares = [items[a:b] for a, b in zip(starts, starts[1:], strict=False)]
-    return [*shares, items[starts[-1] :]] if claims else shares, merges
+    return [items[a:b] for a, b in zip(starts, starts[1:], strict=False)], merges
 
 
 def visible(qo_len: int, kv_len: int, last_row: int, num_heads: int, causal: bool) -> int:
     return max(0, kv_len - qo_len + last_row // num_heads + 1) if causal else kv_len
 
 
-def check(
-    qo_lens: list[int], kv_lens: list[int], num_heads: int, causal: bool, claims: bool = False
-) -> Any:
-    lists, merges = plan(qo_lens, kv_lens, num_heads, causal, claims=claims)
+def check(qo_lens: list[int], kv_lens: list[int], num_heads: int, causal: bool) -> Any:
+    lists, merges = plan(qo_lens, kv_lens, num_heads, causal)
     parts: dict[tuple[int, int], list[Item]] = {}
     for items in lists:
         for item in items:
@@ -140,7 +130,6 @@ def test_random_batches(num_heads: int, causal: bool):
         qo_lens = [random.randint(0, most) for _ in range(batch)]
         kv_lens = [random.randint(0, longest) for _ in range(batch)]
         check(qo_lens, kv_lens, num_heads, causal)
-        check(qo_lens, kv_lens, num_heads, causal, claims=True)
 
 
 def test_a_wrapper_ends_with_its_last_reference():
@@ -168,16 +157,6 @@ def test_shares_are_even():
     steps = [sum(-(-(i.kv_end - i.kv_begin) // STEP) for i in items) for items in lists]
     total = -(-100_000 // STEP)
     assert min(steps) > 0 and max(steps) == -(-total // (CTAS // 2))
-
-
-def test_ends_of_long_requests_are_claimed():
-    """Where a share is long, the last sixteenth of each request; no tile gets many parts by that."""
-    *lists, claimed = check([1] * 64, [4096] * 64, 16, False, claims=True)
-    assert [(i.kv_begin, i.kv_end) for i in claimed] == [(3840, 4096)] * 64
-    assert {i.kv_end - i.kv_begin for items in lists for i in items} == {1920}
-    for batch in ([4096] * 16, [8192], [1500] * 32, [4096] * 300):
-        *_, claimed = check([1] * len(batch), batch, 16, False, claims=True)
-        assert not claimed, "short shares, or more merges than the workspace has room for"
 
 
 def test_tiles_of_a_token_are_neighbours():

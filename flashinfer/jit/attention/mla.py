@@ -293,7 +293,6 @@ class MlaPlanner:
         splits: bool = True,
         is_graph: bool = False,
         num_sms: int = 0,
-        claims: bool = False,
     ) -> torch.Tensor:
         """Divide a batch over multiprocessors and start the copy of the work list.
 
@@ -315,8 +314,6 @@ class MlaPlanner:
             Whether a captured launch is to serve later plans, too; the first one's `num_sms` stays.
         num_sms : int
             Multiprocessors that the work is divided for; 0: all of the GPU.
-        claims : bool
-            Whether the kernel can claim items: it is one for few rows.
 
         Returns
         -------
@@ -338,6 +335,6 @@ class MlaPlanner:
             float_workspace_bytes,
             (qo_indptr, kv_indptr, kv_len_arr),
             (num_heads, head_dim_ckv, page_size, self._num_sms),
-            (causal, splits, is_graph, claims),
+            (causal, splits, is_graph),
         )
         return self.plan

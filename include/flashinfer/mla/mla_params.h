@@ -33,7 +33,6 @@ struct MlaParams {
   const int32_t* cta_begin;  // [num_ctas + 1]
   const MlaWorkItem* items;
   const MlaMerge* merges;
-  uint32_t* claimed;  // counts claimed items; null if there are none; read by kernels of few rows
   MlaMergeCounters* counters;  // of each merge; on Hopper, null if no tile was cut
   void* partial_o;             // [slots, 64, head_dim_ckv] in the type of o, normalised
   float* partial_lse;          // [slots, 64], base 2

@@ -9,8 +9,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <flashinfer/scheduler/mla_work.h>
 #include <utility>
 #include <vector>
@@ -26,7 +24,6 @@ struct MlaPlanConfig {
   int64_t num_ctas;
   bool causal;
   bool splits;  // false: no tile is cut, so that a result does not depend on the batch
-  bool claims;  // whether the kernel's CTAs can claim items
 };
 
 class MlaPlanner {
@@ -36,26 +33,21 @@ class MlaPlanner {
   // Cost of an item besides its steps, in half steps: its queries, the last product, its output.
   static constexpr int64_t kItemCost = 5, kStepCost = 2;
 
-  // Steps that CTAs claim: of a unit one in so many, of a column's share at most one in so many.
-  static constexpr int64_t kUnitTails = 16, kShareTails = 6;
-
   // Decides; fills in the sizes of `plan`.
   void plan(const MlaPlanConfig& config, const std::vector<MlaRequest>& requests, MlaPlan& plan) {
     config_ = config;
     requests_ = &requests;
     choose_lanes();
     list_units();
-    if (!config.splits) {
-      deal_whole_units();
-    } else if (!set_tails() || !cut(smallest_share())) {
-      for (Unit& unit : units_) unit.tail = 0;
+    if (config.splits) {
       cut(smallest_share());
+    } else {
+      deal_whole_units();
     }
     plan.num_ctas = config.num_ctas;
     plan.num_items = num_items_;
     plan.num_merges = static_cast<int64_t>(merges_.size());
     plan.num_slots = num_slots_;
-    plan.claims = !claimed_.empty();
     plan.few_parts = true;
     for (const MlaMerge& merge : merges_) plan.few_parts &= merge.num_parts <= kMlaFewParts;
     plan.int_bytes = MlaPlanLayout(config.num_ctas).items_offset +
@@ -66,7 +58,7 @@ class MlaPlanner {
   void write(char* workspace) const {
     const MlaPlanLayout layout(config_.num_ctas);
     auto* header = reinterpret_cast<MlaPlanHeader*>(workspace);
-    *header = {static_cast<int32_t>(merges_.size()), static_cast<int32_t>(num_items_), 0, 0};
+    *header = {static_cast<int32_t>(merges_.size()), static_cast<int32_t>(num_items_), {}};
     auto* cta_begin = reinterpret_cast<int32_t*>(workspace + layout.cta_begin_offset);
     auto* merges = reinterpret_cast<MlaMerge*>(workspace + layout.merges_offset);
     std::copy(merges_.begin(), merges_.end(), merges);
@@ -82,15 +74,11 @@ class MlaPlanner {
       }
     }
     cta_begin[config_.num_ctas] = count;
-    for (const Piece& piece : claimed_) items[count++] = item_of(piece, 0);
   }
 
  private:
   struct Unit {
     int32_t request, first_tile, num_tiles, steps;
-    int32_t tail;  // the last of the steps, which CTAs claim
-
-    int32_t own_steps() const { return steps - tail; }
   };
   struct Piece {
     int32_t unit, first_step, num_steps;
@@ -128,41 +116,17 @@ class MlaPlanner {
         const int64_t seen = visible(request, std::min(rows, (first + count) * kRows));
         units_.push_back({static_cast<int32_t>(i), static_cast<int32_t>(first),
                           static_cast<int32_t>(count),
-                          static_cast<int32_t>(ceil_div(seen, kStepTokens)),
-                          0});
+                          static_cast<int32_t>(ceil_div(seen, kStepTokens))});
       }
     }
   }
-
-  // Multiprocessors load at different speeds, by their place on the chip. So the last steps of long
-  // units are left to those that have loaded theirs. Returns whether any are.
-  bool set_tails() {
-    if (!config_.claims || lanes_ != 1) return false;
-    int64_t steps = 0;
-    for (const Unit& unit : units_) steps += unit.steps;
-    int64_t unit_tails = kUnitTails, share_tails = kShareTails;
-    if (const char* e = std::getenv("P_TAIL")) {
-      int a = 0, b = 1, c = 6;
-      std::sscanf(e, "%d,%d,%d", &a, &b, &c);
-      if (a == 0) return false;
-      unit_tails = a, share_tails = c, tail_items_ = b;
-    }
-    const int64_t most = steps / num_columns() / share_tails;
-    bool any = false;
-    for (Unit& unit : units_) {
-      unit.tail = static_cast<int32_t>(std::min(unit.steps / unit_tails, most));
-      any |= unit.tail != 0;
-    }
-    return any;
-  }
-  int tail_items_ = 1;
 
   int64_t num_columns() const { return config_.num_ctas / lanes_; }
 
   // The least share with which the units fit the columns.
   int64_t smallest_share() const {
     int64_t total = 0;
-    for (const Unit& unit : units_) total += kItemCost + kStepCost * unit.own_steps();
+    for (const Unit& unit : units_) total += kItemCost + kStepCost * unit.steps;
     int64_t low = std::max<int64_t>(ceil_div(total, num_columns()), kItemCost + kStepCost);
     int64_t high = low;
     while (!fits(high)) high += std::max<int64_t>(high / 4, 1);
@@ -182,7 +146,7 @@ class MlaPlanner {
   void walk(int64_t share, const Emit& emit) const {
     int64_t column = 0, left = share;
     for (size_t u = 0; u < units_.size(); ++u) {
-      int64_t step = 0, steps = units_[u].own_steps();
+      int64_t step = 0, steps = units_[u].steps;
       do {
         // A piece has at least one step; a first piece that would be only that waits for the next
         // column.
@@ -212,12 +176,10 @@ class MlaPlanner {
     columns_.resize(num_columns());
     for (auto& column : columns_) column.clear();
     merges_.clear();
-    claimed_.clear();
     num_slots_ = num_items_ = 0;
   }
 
-  // Returns whether the workspace has room for the parts.
-  bool cut(int64_t share) {
+  void cut(int64_t share) {
     clear_columns();
     walk(share, [&](int64_t column, int32_t u, int64_t step, int64_t steps) {
       columns_[column].push_back(
@@ -226,17 +188,14 @@ class MlaPlanner {
       return true;
     });
     assign_slots();
-    return num_slots_ <= mla_most_slots(config_.num_ctas) &&
-           static_cast<int64_t>(merges_.size()) <= config_.num_ctas;
   }
 
   // Pieces of a unit lie in neighbouring columns, the last of one and the first of the next.
   void assign_slots() {
     int32_t current = -1, parts = 0;
     const auto finish = [&] {
-      if (parts == 0) return;
+      if (parts < 2) return;
       const Unit& unit = units_[current];
-      parts += claim_tail(current);
       const MlaRequest& request = (*requests_)[unit.request];
       for (int32_t lane = 0; lane < unit.num_tiles; ++lane) {
         merges_.push_back({request.qo_begin,
@@ -263,21 +222,6 @@ class MlaPlanner {
       }
     }
     finish();
-  }
-
-  // Returns how many pieces.
-  int32_t claim_tail(int32_t u) {
-    const Unit& unit = units_[u];
-    const int32_t count = std::min(unit.tail, tail_items_);
-    int32_t step = unit.own_steps();
-    for (int32_t i = 0; i < count; ++i) {
-      const int32_t steps = (unit.steps - step) / (count - i);
-      claimed_.push_back({u, step, steps, static_cast<int32_t>(num_slots_++),
-                          static_cast<int32_t>(merges_.size())});
-      step += steps;
-      ++num_items_;
-    }
-    return count;
   }
 
   // The longest units first, each to the column with the least to do.
@@ -330,7 +274,6 @@ class MlaPlanner {
   int64_t lanes_ = 1, num_slots_ = 0, num_items_ = 0;
   std::vector<Unit> units_;
   std::vector<std::vector<Piece>> columns_;
-  std::vector<Piece> claimed_;
   std::vector<MlaMerge> merges_;
   std::vector<int32_t> order_;
   std::vector<Load> loads_;

@@ -2,8 +2,7 @@
 //
 // All heads of a token share one KV row, so the query rows of a request are packed: row = token *
 // num_heads + head. A tile is 64 consecutive rows. A work item is one tile against one range of KV
-// tokens; CTA c takes the items cta_begin[c] ... cta_begin[c + 1] - 1 in order. CTAs claim those from
-// cta_begin[num_ctas] on, one after the other, when they have loaded theirs.
+// tokens; CTA c takes the items cta_begin[c] ... cta_begin[c + 1] - 1 in order.
 //
 // A tile whose KV range was cut writes each part to a slot of 64 rows of output and LSE, and
 // an MlaMerge names its slots, in order of KV.
@@ -49,8 +48,7 @@ struct MlaMergeCounters {
 struct MlaPlanHeader {
   int32_t num_merges;
   int32_t num_items;
-  uint32_t claimed;  // items that CTAs have asked for; a plan and a launch leave zero
-  int32_t reserved;
+  int32_t reserved[2];
 };
 
 struct MlaPlanLayout {
@@ -94,7 +92,6 @@ struct MlaPlan {
   bool merges;          // whether there may be something to merge
   bool made_on_device;  // by the launch before, or by each CTA for itself
   bool few_parts;       // whether no tile has more than kMlaFewParts, for certain
-  bool claims;          // whether there may be items that CTAs claim
 };
 
 }  // namespace flashinfer

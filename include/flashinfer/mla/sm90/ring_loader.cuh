@@ -1,5 +1,5 @@
-// The warp that brings KV to the ring of the MLA kernels for few rows: by boxes of the copy engine
-// or, if pages are no multiples of 16 tokens, 16 bytes a lane at a time.
+// Brings KV to the ring of the MLA kernels for few rows: a warp by boxes of the copy engine or, if
+// pages are no multiples of 16 tokens, a warpgroup 16 bytes a thread at a time.
 #pragma once
 
 #include <flashinfer/layout/swizzle.cuh>
@@ -10,7 +10,6 @@
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/pdl.cuh>
-#include <flashinfer/ptx/progress.cuh>
 #include <flashinfer/ptx/shared.cuh>
 #include <flashinfer/ptx/tma.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
@@ -19,71 +18,52 @@ namespace flashinfer {
 
 template <typename Tile>
 class MlaRingLoader {
+  static constexpr int kWarps = 4;
+
  public:
+  // Threads of the warpgroup that load, each of which arrives at the barrier of a copied block.
+  __device__ __forceinline__ static int num_threads(const MlaSm90Params& params) {
+    return params.box_rows == 0 ? 32 * kWarps : 32;
+  }
+  __device__ __forceinline__ static int num_arrivals(const MlaSm90Params& params) {
+    return params.box_rows == 0 ? 32 * kWarps : 1;
+  }
+
   __device__ __forceinline__ MlaRingLoader(const MlaSm90Params& params, char* shared,
-                                           const uint64_t* full, const uint64_t* empty,
-                                           MlaWorkItem* claimed)
+                                           const uint64_t* full, const uint64_t* empty)
       : params_(params.mla),
         maps_(params),
         full_(ptx::shared_address(full)),
         empty_(ptx::shared_address(empty)),
-        claimed_(claimed),
         shared_(ptx::shared_address(shared)),
+        warp_idx_(threadIdx.x / 32 % kWarps),
         lane_idx_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
     const MlaShare share(params_);
     MlaWorkItem item = share.first;
-    MlaBoxPages pages = {};
-    if (maps_.box_rows != 0) pages = MlaBoxPages::find(maps_, item, lane_idx_);
-    ptx::grid_dependency_wait();
-    for (int i = share.begin; i < share.end; ++i) {
-      if (i != share.begin) {
-        item = params_.items[i];
-        if (maps_.box_rows != 0) pages = MlaBoxPages::find(maps_, item, lane_idx_);
+    if (maps_.box_rows != 0) {
+      MlaBoxPages pages = MlaBoxPages::find(maps_, item, lane_idx_);
+      ptx::grid_dependency_wait();
+      for (int i = share.begin; i < share.end; ++i) {
+        if (i != share.begin) {
+          item = params_.items[i];
+          pages = MlaBoxPages::find(maps_, item, lane_idx_);
+        }
+        for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages);
       }
-      load(item, pages);
+    } else {
+      ptx::grid_dependency_wait();
+      for (int i = share.begin; i < share.end; ++i) {
+        if (i != share.begin) item = params_.items[i];
+        for (int pass = 0; pass < passes(item); ++pass) copy_blocks(item);
+      }
     }
-    if (params_.claimed != nullptr) load_claimed();
   }
 
  private:
-  __device__ __forceinline__ void load(const MlaWorkItem& item, const MlaBoxPages& pages) {
-    const int passes = mla_passes<Tile>(mla_tile_rows(params_, item));
-    for (int pass = 0; pass < passes; ++pass) {
-      if (maps_.box_rows != 0) {
-        load_boxes(item, pages);
-      } else {
-        copy_blocks(item);
-      }
-    }
-  }
-
-  // Whoever multiplies reads with an item's first block what the item is.
-  __device__ __forceinline__ void load_claimed() {
-    claims_ = true;
-    const uint32_t first = params_.cta_begin[params_.num_ctas];
-    const uint32_t count = params_.header->num_items - first;
-    while (true) {
-      uint32_t number = 0;
-      if (lane_idx_ == 0) number = ptx::count_events(params_.claimed, 1);
-      number = __shfl_sync(0xffffffffu, number, 0);
-      if (number >= count) {
-        // The last one that finds none: for the next launch.
-        if (number == count + params_.num_ctas - 1 && lane_idx_ == 0) *params_.claimed = 0;
-        break;
-      }
-      const MlaWorkItem item = params_.items[first + number];
-      MlaBoxPages pages = {};
-      if (maps_.box_rows != 0) pages = MlaBoxPages::find(maps_, item, lane_idx_);
-      load(item, pages);
-    }
-    wait_for_place();
-    if (lane_idx_ == 0) {
-      claimed_[stage_].kv_end = -1;
-      ptx::mbarrier_arrive(full());
-    }
-    if (maps_.box_rows == 0) ptx::mbarrier_arrive(full());
+  __device__ __forceinline__ int passes(const MlaWorkItem& item) const {
+    return mla_passes<Tile>(mla_tile_rows(params_, item));
   }
 
   __device__ __forceinline__ uint32_t full() const {
@@ -125,10 +105,7 @@ class MlaRingLoader {
       const int slot = at - params_.page_size.divide(at) * params_.page_size.divisor;
       const uint32_t barrier = full();
       wait_for_place();
-      if (lane_idx_ == 0) {
-        if (claims_) claimed_[stage_] = item;
-        ptx::mbarrier_arrive_expect(barrier, bytes);
-      }
+      if (lane_idx_ == 0) ptx::mbarrier_arrive_expect(barrier, bytes);
       __syncwarp();
       if (loads) {
         ptx::tma_load_hinted(place + stage_ * Tile::kStageBytes, map, barrier, column, slot, page,
@@ -146,49 +123,36 @@ class MlaRingLoader {
     }
   }
 
-  // ---- Copies by lanes, of pages of any size ----
+  // ---- Copies by threads, of pages of any size ----
 
-  // Lane i knows where rows i, i + 32, ... of a block lie. Rows beyond the item repeat its last one,
-  // and pages that do not exist the cache's last one.
-  static constexpr int kOwnRows = Tile::kBlock / 32;
+  // A warp copies some rows of a block; lane i knows where its row i % kWarpRows lies. Rows beyond the
+  // item repeat its last one, and pages that do not exist the cache's last one.
+  static constexpr int kWarpRows = Tile::kBlock / kWarps;
 
   __device__ __forceinline__ void copy_blocks(const MlaWorkItem& item) {
     if (item.kv_begin >= item.kv_end) return;
-    const auto token_of = [&](int block_token, int own) {
-      return static_cast<uint32_t>(min(block_token + own * 32 + lane_idx_, item.kv_end - 1));
+    const int own_row = warp_idx_ * kWarpRows + lane_idx_ % kWarpRows;
+    const auto token_of = [&](int block_token) {
+      return static_cast<uint32_t>(min(block_token + own_row, item.kv_end - 1));
     };
-    const auto find_page = [&](int block_token, int own) {
-      const uint32_t number = params_.page_size.divide(token_of(block_token, own));
-      return params_.kv_indices[item.kv_base + number];
+    const auto find_page = [&](int block_token) {
+      return params_.kv_indices[item.kv_base + params_.page_size.divide(token_of(block_token))];
     };
-    uint32_t pages[kOwnRows];
-#pragma unroll
-    for (int own = 0; own < kOwnRows; ++own) pages[own] = find_page(item.kv_begin, own);
+    uint32_t page = find_page(item.kv_begin);
 #pragma unroll 1
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
-      int64_t ckv[kOwnRows], kpe[kOwnRows];
-#pragma unroll
-      for (int own = 0; own < kOwnRows; ++own) {
-        const uint32_t at = token_of(token, own);
-        const int64_t slot = at - params_.page_size.divide(at) * params_.page_size.divisor;
-        const int64_t page = min(pages[own], params_.num_pages - 1);
-        ckv[own] = page * params_.ckv.stride_page + slot * params_.ckv.stride_token;
-        kpe[own] = page * params_.kpe.stride_page + slot * params_.kpe.stride_token;
-        pages[own] = find_page(token + Tile::kBlock, own);
-      }
+      const uint32_t at = token_of(token);
+      const int64_t slot = at - params_.page_size.divide(at) * params_.page_size.divisor;
+      const int64_t number = min(page, params_.num_pages - 1);
+      const int64_t ckv = number * params_.ckv.stride_page + slot * params_.ckv.stride_token;
+      const int64_t kpe = number * params_.kpe.stride_page + slot * params_.kpe.stride_token;
+      page = find_page(token + Tile::kBlock);
       wait_for_place();
-      if (lane_idx_ == 0) {
-        if (claims_) claimed_[stage_] = item;
-        ptx::mbarrier_arrive(full());
-      }
       if (params_.num_pages != 0) {
-#pragma unroll
-        for (int own = 0; own < kOwnRows; ++own) {
-          copy_rows<typename Tile::Ckv, Tile::kChunksCkv * 128>(params_.ckv.data, ckv[own], own, 0);
-          if constexpr (Tile::kDimKpe != 0) {
-            copy_rows<typename Tile::Kpe, Tile::kRopeRowBytes>(
-                params_.kpe.data, kpe[own], own, Tile::kChunksCkv * Tile::kChunkBytes);
-          }
+        copy_rows<typename Tile::Ckv, Tile::kChunksCkv * 128>(params_.ckv.data, ckv, 0);
+        if constexpr (Tile::kDimKpe != 0) {
+          copy_rows<typename Tile::Kpe, Tile::kRopeRowBytes>(
+              params_.kpe.data, kpe, Tile::kChunksCkv * Tile::kChunkBytes);
         }
       }
       ptx::cp_async_arrive(full());
@@ -196,19 +160,18 @@ class MlaRingLoader {
     }
   }
 
-  // 32 of the block's rows, from 32 `own` on, to `begin` of the stage. Lane i gives the offset in
-  // elements of row i from `base`.
+  // The warp's rows, to `begin` of the stage; lane i gives the offset in elements of row i from
+  // `base`.
   template <typename T, int kBytes>
-  __device__ __forceinline__ void copy_rows(const void* base, int64_t offset, int own,
-                                            int begin) const {
+  __device__ __forceinline__ void copy_rows(const void* base, int64_t offset, int begin) const {
     constexpr int kUnits = kBytes / 16, kColumns = kUnits < 32 ? kUnits : 32;  // at once
     constexpr int kRows = 32 / kColumns, kTimes = kUnits / kColumns;
     const int column = lane_idx_ % kColumns, own_row = lane_idx_ / kColumns;
     const char* const first = static_cast<const char*>(base) + column * 16;
     const uint32_t place = shared_ + stage_ * Tile::kStageBytes + begin;
-#pragma unroll 8
-    for (int i = 0; i < 32; i += kRows) {
-      const int row = own * 32 + i + own_row;
+#pragma unroll
+    for (int i = 0; i < kWarpRows; i += kRows) {
+      const int row = warp_idx_ * kWarpRows + i + own_row;
       const char* const source = first + __shfl_sync(0xffffffffu, offset, i + own_row) *
                                              static_cast<int>(sizeof(T));
       const uint32_t target = place + (kBytes == 64 ? swizzled_offset_64(row, column)
@@ -224,10 +187,8 @@ class MlaRingLoader {
   const MlaParams& params_;
   const MlaSm90Params& maps_;
   const uint32_t full_, empty_;  // barriers of the stages
-  MlaWorkItem* const claimed_;      // of each stage, if its block is of a claimed item
   const uint32_t shared_;
-  const int lane_idx_;
-  bool claims_ = false;  // whether the item is a claimed one
+  const int warp_idx_, lane_idx_;
   int stage_ = 0;
   uint32_t parity_ = 0;
 };

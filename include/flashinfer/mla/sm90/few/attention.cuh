@@ -57,7 +57,8 @@ class MlaFewAttention {
     const MlaShare share(params_);
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
-    for (int i = share.begin; next_item(share, i, item); ++i) {
+    for (int i = share.begin; i < share.end; ++i) {
+      if (i != share.begin) item = params_.items[i];
       num_rows_ = mla_tile_rows(params_, item);
       for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
@@ -70,19 +71,6 @@ class MlaFewAttention {
   }
 
  private:
-  // Item i of the CTA's share, then those that the loading warp has claimed. Returns whether there
-  // is one.
-  __device__ __forceinline__ bool next_item(const MlaShare& share, int i, MlaWorkItem& item) const {
-    if (i < share.end) {
-      if (i != share.begin) item = params_.items[i];
-      return true;
-    }
-    if (params_.claimed == nullptr) return false;
-    ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);
-    item = control_.claimed[stage_];
-    return item.kv_end >= 0;
-  }
-
   __device__ __forceinline__ void attend(const MlaWorkItem& item, int first_row) {
     Queries queries;
 #pragma unroll

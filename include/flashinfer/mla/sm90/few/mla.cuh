@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto& control = *reinterpret_cast<MlaFewControl<Tile>*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 33 : 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]),
+                         MlaRingLoader<Tile>::num_arrivals(params));
       ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
     }
     ptx::mbarrier_init_fence();
@@ -43,9 +44,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
   }
   if (threadIdx.x >= Tile::kMathThreads) {
+    using Loader = MlaRingLoader<Tile>;
     ptx::decrease_registers<Tile::kLoadRegisters>();
-    if (threadIdx.x >= Tile::kMathThreads + 32) return;
-    MlaRingLoader<Tile>(params, shared, control.full, control.empty, control.claimed).run();
+    if (threadIdx.x >= Tile::kMathThreads + Loader::num_threads(params)) return;
+    Loader(params, shared, control.full, control.empty).run();
   } else {
     ptx::increase_registers<Tile::kMathRegisters>();
     MlaFewAttention<Tile>(params.mla, shared, control).run();

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
-#include <flashinfer/scheduler/mla_work.h>
 
 namespace flashinfer {
 
@@ -37,7 +36,7 @@ struct MlaFewTile {
   // Logits of a warp's columns, of even and of odd blocks; at the end of an item, outputs.
   static constexpr int kPartBytes = kTokenTiles * 32 * 16;
   static constexpr int kExchangeBytes = 2 * kGroupWarps * kPartBytes;  // of a group
-  static constexpr int kControlBytes = 1024, kMaxBytes = 227 << 10;
+  static constexpr int kControlBytes = 512, kMaxBytes = 227 << 10;
   static constexpr int kRoom = (kMaxBytes - kControlBytes - 2 * kExchangeBytes) / kStageBytes;
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
   static constexpr int kOffsetExchange = kStages * kStageBytes;
@@ -49,7 +48,6 @@ template <typename Tile>
 struct MlaFewControl {
   float largest[2][Tile::kRows], sums[2][Tile::kRows];  // of the groups
   uint64_t full[Tile::kStages], empty[Tile::kStages];
-  MlaWorkItem claimed[Tile::kStages];  // of which a stage has a block, told by the loading warp
   uint32_t is_last;  // whether the CTA has brought the last part of a tile
 };
 

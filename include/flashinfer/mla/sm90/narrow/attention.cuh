@@ -5,7 +5,7 @@
 //
 // Logits are products of the keys as they are (wgmma): a block's 64 tokens are rows, query rows
 // are columns, as many for each as its value has terms (queries.cuh). The tensor cores add up fewer
-// bits of such products than of others, so that the columns of keys are summed in pieces.
+// bits of such products than of others, so that each chunk of columns has a sum of its own.
 //
 // Values are widened between shared memory and the tensor cores: a warp has a quarter of the
 // columns. Weights are exponentials relative to a reference per row, which moves only when a logit
@@ -29,10 +29,6 @@
 #include <flashinfer/ptx/shared.cuh>
 #include <flashinfer/ptx/tma.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
-
-#ifndef P_PARTS
-#define P_PARTS 2
-#endif
 
 namespace flashinfer {
 
@@ -70,7 +66,8 @@ class MlaNarrowAttention {
     const MlaShare share(params_);
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
-    for (int i = share.begin; next_item(share, i, item); ++i) {
+    for (int i = share.begin; i < share.end; ++i) {
+      if (i != share.begin) item = params_.items[i];
       num_rows_ = mla_tile_rows(params_, item);
       for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
@@ -83,19 +80,6 @@ class MlaNarrowAttention {
   }
 
  private:
-  // Item i of the CTA's share, then those that the loading warp has claimed. Returns whether there
-  // is one.
-  __device__ __forceinline__ bool next_item(const MlaShare& share, int i, MlaWorkItem& item) const {
-    if (i < share.end) {
-      if (i != share.begin) item = params_.items[i];
-      return true;
-    }
-    if (params_.claimed == nullptr) return false;
-    ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);
-    item = control_.claimed[stage_];
-    return item.kv_end >= 0;
-  }
-
   __device__ __forceinline__ void attend(const MlaWorkItem& item, int first_row) {
     synchronize();  // outputs have been read where queries will lie
     MlaNarrowQueries<Tile>::load(params_, item, first_row, num_rows_, memory_, control_);
@@ -169,7 +153,7 @@ class MlaNarrowAttention {
   using Sums = float[2 * kTerms][4];
 
   __device__ __forceinline__ void multiply_keys(Logits& logits) const {
-    constexpr int kParts = P_PARTS, kPartChunks = Tile::kChunksCkv / kParts;
+    constexpr int kParts = Tile::kChunksCkv;
     Sums<Tile::kTerms> sums[kParts];
     Sums<Tile::kRopeTerms> rope;
     if (is_copied_) ptx::async_proxy_fence();
@@ -177,15 +161,15 @@ class MlaNarrowAttention {
     const uint64_t keys = ptx::wgmma_operand(stage());
     const uint64_t queries = ptx::wgmma_operand(shared_ + Tile::kOffsetQueries);
 #pragma unroll
-    for (int chunk = 0; chunk < Tile::kChunksCkv; ++chunk) {
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        ptx::wgmma<Ckv, false>(
-            sums[chunk / kPartChunks],
-            ptx::wgmma_advance(keys, chunk * Tile::kChunkBytes + step * 32),
-            ptx::wgmma_advance(queries, chunk * Tile::kQueryChunkBytes + step * 32),
-            chunk % kPartChunks != 0 || step != 0);
-      }
+    for (int i = 0; i < Tile::kChunksCkv * 4; ++i) {
+#ifdef P_MIX
+      const int chunk = i % Tile::kChunksCkv, step = i / Tile::kChunksCkv;
+#else
+      const int chunk = i / 4, step = i % 4;
+#endif
+      ptx::wgmma<Ckv, false>(
+          sums[chunk], ptx::wgmma_advance(keys, chunk * Tile::kChunkBytes + step * 32),
+          ptx::wgmma_advance(queries, chunk * Tile::kQueryChunkBytes + step * 32), step != 0);
     }
     if constexpr (Tile::kDimKpe != 0) multiply_rope(rope);
     ptx::wgmma_commit();
@@ -363,7 +347,10 @@ class MlaNarrowAttention {
   }
 
   __device__ __forceinline__ void add_values(Output& output) const {
-    constexpr int kAhead = 2, kPairs = kUnits / 2, kLoads = Tile::kBlock / 16 * kPairs;
+    #ifndef P_AHEAD
+#define P_AHEAD 2
+#endif
+    constexpr int kAhead = P_AHEAD, kPairs = kUnits / 2, kLoads = Tile::kBlock / 16 * kPairs;
     // Lane i gives row i % 16 of 16 tokens, of the first or the second of two units.
     const uint32_t first = value_place(lane_idx_ % 16, lane_idx_ / 16);
     const uint32_t rows = weights() + lane_idx_ % 16 * Tile::kWeightPitch + lane_idx_ / 16 * 16;

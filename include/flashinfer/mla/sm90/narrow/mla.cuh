@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto& control = *reinterpret_cast<MlaNarrowControl<Tile>*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 33 : 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]),
+                         MlaRingLoader<Tile>::num_arrivals(params));
       ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
     }
     ptx::mbarrier_init_fence();
@@ -44,10 +45,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
   }
   if (threadIdx.x >= Tile::kMathThreads) {
+    using Loader = MlaRingLoader<Tile>;
     ptx::decrease_registers<Tile::kLoadRegisters>();
-    if (threadIdx.x >= Tile::kMathThreads + 32) return;
+    if (threadIdx.x >= Tile::kMathThreads + Loader::num_threads(params)) return;
 #ifndef P_NOLOAD
-    MlaRingLoader<Tile>(params, shared, control.full, control.empty, control.claimed).run();
+    Loader(params, shared, control.full, control.empty).run();
 #endif
   } else {
     ptx::increase_registers<Tile::kMathRegisters>();

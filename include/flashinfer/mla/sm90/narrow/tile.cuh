@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
-#include <flashinfer/scheduler/mla_work.h>
 
 namespace flashinfer {
 
@@ -73,7 +72,6 @@ struct MlaNarrowControl {
   float largest[2][Tile::kRows];                        // references of the groups
   float sums[2][Tile::kGroupWarps][Tile::kRows];        // of the warps' weights
   uint64_t full[Tile::kStages], empty[Tile::kStages];
-  MlaWorkItem claimed[Tile::kStages];  // of which a stage has a block, told by the loading warp
   uint32_t is_last;  // whether the CTA has brought the last part of a tile
 };
 
