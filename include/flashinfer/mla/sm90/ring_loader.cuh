@@ -66,9 +66,7 @@ class MlaRingLoader {
     return mla_passes<Tile>(mla_tile_rows(params_, item));
   }
 
-  __device__ __forceinline__ uint32_t full() const {
-    return full_ + stage_ * 8;
-  }
+  __device__ __forceinline__ uint32_t full() const { return full_ + stage_ * 8; }
   __device__ __forceinline__ void wait_for_place() const {
     ptx::mbarrier_wait_soon(empty_ + stage_ * 8, parity_ ^ 1);
   }
@@ -99,8 +97,7 @@ class MlaRingLoader {
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int page = __shfl_sync(0xffffffffu, pages, (box + own_box) % 32);
       const bool loads = own_box < boxes && page >= 0;
-      const uint32_t bytes =
-          __popc(__ballot_sync(0xffffffffu, loads && chunk == 0)) * all_bytes;
+      const uint32_t bytes = __popc(__ballot_sync(0xffffffffu, loads && chunk == 0)) * all_bytes;
       const uint32_t at = token + own_box * box_rows;
       const int slot = at - params_.page_size.divide(at) * params_.page_size.divisor;
       const uint32_t barrier = full();
@@ -125,8 +122,8 @@ class MlaRingLoader {
 
   // ---- Copies by threads, of pages of any size ----
 
-  // A warp copies some rows of a block; lane i knows where its row i % kWarpRows lies. Rows beyond the
-  // item repeat its last one, and pages that do not exist the cache's last one.
+  // A warp copies some rows of a block; lane i knows where its row i % kWarpRows lies. Rows beyond
+  // the item repeat its last one, and pages that do not exist the cache's last one.
   static constexpr int kWarpRows = Tile::kBlock / kWarps;
 
   __device__ __forceinline__ void copy_blocks(const MlaWorkItem& item) {
@@ -151,8 +148,8 @@ class MlaRingLoader {
       if (params_.num_pages != 0) {
         copy_rows<typename Tile::Ckv, Tile::kChunksCkv * 128>(params_.ckv.data, ckv, 0);
         if constexpr (Tile::kDimKpe != 0) {
-          copy_rows<typename Tile::Kpe, Tile::kRopeRowBytes>(
-              params_.kpe.data, kpe, Tile::kChunksCkv * Tile::kChunkBytes);
+          copy_rows<typename Tile::Kpe, Tile::kRopeRowBytes>(params_.kpe.data, kpe,
+                                                             Tile::kChunksCkv * Tile::kChunkBytes);
         }
       }
       ptx::cp_async_arrive(full());
@@ -172,8 +169,8 @@ class MlaRingLoader {
 #pragma unroll
     for (int i = 0; i < kWarpRows; i += kRows) {
       const int row = warp_idx_ * kWarpRows + i + own_row;
-      const char* const source = first + __shfl_sync(0xffffffffu, offset, i + own_row) *
-                                             static_cast<int>(sizeof(T));
+      const char* const source =
+          first + __shfl_sync(0xffffffffu, offset, i + own_row) * static_cast<int>(sizeof(T));
       const uint32_t target = place + (kBytes == 64 ? swizzled_offset_64(row, column)
                                                     : swizzled_offset<Tile::kBlock>(row, column));
 #pragma unroll

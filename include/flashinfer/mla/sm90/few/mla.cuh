@@ -2,8 +2,8 @@
 // quarters of the other kernel's tile would be empty, and queries take room there that KV needs.
 //
 // CTAs are persistent, one per SM; each walks its share of the plan's items. One warp loads
-// (ring_loader.cuh), eight multiply with mma.sync (attention.cuh). Sums run in a fixed order: results
-// repeat bit for bit.
+// (ring_loader.cuh), eight multiply with mma.sync (attention.cuh). Sums run in a fixed order:
+// results repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once

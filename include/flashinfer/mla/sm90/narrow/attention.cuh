@@ -139,9 +139,7 @@ class MlaNarrowAttention {
   __device__ __forceinline__ static void synchronize() {
     ptx::named_barrier_sync(kMathBarrier, Tile::kMathThreads);
   }
-  __device__ __forceinline__ uint32_t stage() const {
-    return shared_ + stage_ * Tile::kStageBytes;
-  }
+  __device__ __forceinline__ uint32_t stage() const { return shared_ + stage_ * Tile::kStageBytes; }
   // Row `i` of the thread's logits.
   __device__ __forceinline__ int logit_row(int i) const {
     return i / 2 * 8 + lane_idx_ % 4 * 2 + i % 2;
@@ -241,8 +239,8 @@ class MlaNarrowAttention {
     return shared_ + Tile::kOffsetWeights + (2 * group_ + parity_) * Tile::kWeightBytes;
   }
 
-  // Stores the weights of the thread's logits and adds them up. Returns whether a logit of the block
-  // exceeds its reference by too much: then they are made anew.
+  // Stores the weights of the thread's logits and adds them up. Returns whether a logit of the
+  // block exceeds its reference by too much: then they are made anew.
   __device__ __forceinline__ bool weigh(const Logits& logits) {
     bool exceeds = false;
     float sums[kThreadRows];
@@ -347,7 +345,7 @@ class MlaNarrowAttention {
   }
 
   __device__ __forceinline__ void add_values(Output& output) const {
-    #ifndef P_AHEAD
+#ifndef P_AHEAD
 #define P_AHEAD 2
 #endif
     constexpr int kAhead = P_AHEAD, kPairs = kUnits / 2, kLoads = Tile::kBlock / 16 * kPairs;

@@ -10,12 +10,13 @@
 namespace flashinfer {
 
 template <typename Tile>
-inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl, cudaStream_t stream) {
+inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl,
+                                     cudaStream_t stream) {
   int prepared = 0;
   const cudaError_t status = once_per_device(&prepared, [](int, int* done) {
     *done = 1;
-    return cudaFuncSetAttribute(mla_narrow_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                Tile::kSharedBytes);
+    return cudaFuncSetAttribute(mla_narrow_kernel<Tile>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   });
   if (status != cudaSuccess) return status;
   MlaSm90Params narrow = {};

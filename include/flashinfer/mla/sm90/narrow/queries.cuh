@@ -40,8 +40,7 @@ class MlaNarrowQueries {
                                               MlaNarrowControl<Tile>& control) {
     const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads;
     const bool exists = first_row + row < num_rows;
-    const MlaRowPlace place(params, item.qo_begin,
-                            item.row_begin + (exists ? first_row + row : 0));
+    const MlaRowPlace place(params, item.qo_begin, item.row_begin + (exists ? first_row + row : 0));
     const auto source = [&](const MlaRows& rows) {
       return static_cast<const Q*>(rows.data) + place.token * rows.stride_token +
              place.head * rows.stride_head + part * kPiece;

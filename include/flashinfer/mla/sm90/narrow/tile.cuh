@@ -9,11 +9,14 @@ namespace flashinfer {
 
 // Significant bits of a value.
 template <typename T>
-inline constexpr int kMlaBits = sizeof(T) == 1 ? 4 : std::is_same_v<T, dtype::bfloat16> ? 8 : 11;
+inline constexpr int kMlaBits = sizeof(T) == 1                       ? 4
+                                : std::is_same_v<T, dtype::bfloat16> ? 8
+                                                                     : 11;
 
 template <typename O_, int kDimCkv_, int kDimKpe_, typename Q_, typename Ckv_, typename Kpe_>
 struct MlaNarrowTile {
-  using T = dtype::float16;  // of weights, and of values beside them: it represents every e4m3 value
+  using T =
+      dtype::float16;  // of weights, and of values beside them: it represents every e4m3 value
   using O = O_;
   using Q = Q_;
   using Ckv = Ckv_;

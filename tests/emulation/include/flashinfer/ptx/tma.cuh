@@ -34,7 +34,8 @@ inline void bulk_load(uint32_t shared, const void* source, uint32_t bytes, uint3
 inline void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x, int y, int z) {
   const auto box = *static_cast<const emulated::Map*>(map);
   const uint32_t row_bytes = box.box[0] * box.element;
-  if (box.swizzle != 0 && shared % (8 * box.swizzle) != 0) emulation::fail("a swizzled box is misaligned");
+  if (box.swizzle != 0 && shared % (8 * box.swizzle) != 0)
+    emulation::fail("a swizzled box is misaligned");
   emulated::copy_later(shared, row_bytes * box.box[1] * box.box[2], barrier, [=] {
     for (uint32_t row = 0; row < box.box[1] * box.box[2]; ++row) {
       for (uint32_t byte = 0; byte < row_bytes; ++byte) {
