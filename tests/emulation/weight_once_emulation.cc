@@ -24,7 +24,7 @@ ptx::EncodedTensorMap make_map(const T* data, const uint32_t (&box)[3], const ui
                                   {box[0], box[1], box[2]},
                                   {length[0], length[1], length[2]},
                                   {stride1 * kSize, stride2 * kSize},
-                                  swizzles};
+                                  swizzles ? 128u : 0u};
   ptx::EncodedTensorMap encoded;
   std::memcpy(&encoded, &map, sizeof(map));
   return encoded;

@@ -24,7 +24,7 @@ ptx::EncodedTensorMap make_map(const T* data, int columns, int box_columns, int6
       {static_cast<uint32_t>(box_columns), 64, 1},
       {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), static_cast<uint64_t>(groups)},
       {static_cast<uint64_t>(columns) * kSize, static_cast<uint64_t>(columns) * kSize * rows},
-      swizzles};
+      swizzles ? 128u : 0u};
   ptx::EncodedTensorMap encoded;
   std::memcpy(&encoded, &map, sizeof(map));
   return encoded;

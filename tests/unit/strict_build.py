@@ -28,10 +28,6 @@ MAY_USE_STACK = {
     "chunk_transform_kernel": "up to 56 bytes: four CTAs of 128 threads leave 128 registers",
     "hopper_attention_kernel": "the addresses of a producer that serves every kind of page; never"
     " where it multiplies (test_attention_hopper_compile.py)",
-    "mla_few_kernel": "up to 24 bytes where queries and output take all registers: outside of the"
-    " loop over keys",
-    "mla_narrow_kernel": "144 bytes where queries and output take all registers: before the loop"
-    " over keys, and five addresses within it",
     "mla_sm90_kernel": "up to 64 bytes of the warps that widen caches of 8 bits; none with caches"
     " of 16 bits (test_mla_compile.py)",
     "moe_map_kernel": "8 bytes on sm_100a, where CTAs of 1024 threads leave 64 registers",

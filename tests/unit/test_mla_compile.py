@@ -14,8 +14,9 @@ from flashinfer.jit.binary import read_kernels, read_opcodes
 
 pytestmark = pytest.mark.compiler
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 HGMMA = (0x9F0, 0xDF0)  # the second waits for what came before
+QGMMA = (0x9F3, 0xDF3)  # of 8 bits
 HMMA, WARPGROUP, LDGSTS = 0x23C, 0x9C5, 0xFAE
 UTMALDG = (0x5B4, 0x3B4)  # the second into several CTAs
 LDL, STL = 0x983, 0x387
@@ -103,5 +104,35 @@ def test_few_rows_multiply_by_warps(
     assert len(code) <= MOST_INSTRUCTIONS
     # A block of 32 tokens: logits, and values.
     assert code.count(HMMA) == 4 * sum(dims) // 64 + 2 * dims[0] // 32
+    assert set(UTMALDG) & set(code), "pages come through the copy engine"
+    assert LDGSTS in code, "small pages are copied by threads"
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "kpe"),
+    [
+        ((512, 64), BF16, E4M3),
+        pytest.param((512, 64), FP16, BF16, marks=pytest.mark.full),
+        pytest.param((512, 0), E4M3, E4M3, marks=pytest.mark.full),
+    ],
+)
+def test_few_rows_multiply_keys_of_8_bits_as_they_are(
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    kpe: torch.dtype,
+    strict_build: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    strict_build.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    strict_build.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0")
+    library = build(MlaConfig("fa3", dtype, E4M3, BF16, *dims, kpe, tile_rows=FEW_ROWS))
+    ((_, code),) = (
+        (name, code) for name, code in read_opcodes(library).items() if "narrow" in name[0]
+    )
+    assert len(code) <= MOST_INSTRUCTIONS
+    rope = dims[1] * kpe.itemsize // 32  # products of 32 bytes
+    assert sum(map(code.count, QGMMA)) == dims[0] // 32 + (rope if kpe == E4M3 else 0)
+    assert sum(map(code.count, HGMMA)) == (0 if kpe == E4M3 else rope)
+    assert code.count(HMMA) == 4 * dims[0] // 32, "values of a block of 64 tokens"
     assert set(UTMALDG) & set(code), "pages come through the copy engine"
     assert LDGSTS in code, "small pages are copied by threads"

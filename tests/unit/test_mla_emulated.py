@@ -12,10 +12,12 @@ KERNEL = "flashinfer/mla/portable/mla.cuh"
 LAST_MERGE = "flashinfer/mla/sm90/last_merge.cuh"
 FEW = "flashinfer/mla/sm90/few/mla.cuh"
 FEW_ATTENTION = "flashinfer/mla/sm90/few/attention.cuh"
-FEW_LOADER = "flashinfer/mla/sm90/few/loader.cuh"
+RING_LOADER = "flashinfer/mla/sm90/ring_loader.cuh"
 NARROW = "flashinfer/mla/sm90/narrow/mla.cuh"
 NARROW_ATTENTION = "flashinfer/mla/sm90/narrow/attention.cuh"
-NARROW_COPIER = "flashinfer/mla/sm90/narrow/copier.cuh"
+NARROW_QUERIES = "flashinfer/mla/sm90/narrow/queries.cuh"
+
+WAIT = "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);"
 
 
 def find_fault(
@@ -196,7 +198,7 @@ def find_narrow_fault(
     emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int], cases: int = 3
 ) -> str:
     """The same of the kernel for few rows, from a latent cache of e4m3."""
-    shared = "extern __shared__ __align__(128) char shared[];"
+    shared = "extern __shared__ __align__(1024) char shared[];"
     emulator.substitute(NARROW, shared, "char* const shared = dynamic_shared;")
     options = ["-DEMULATION_ARCH=900", "-DEMULATION_NARROW", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
     dtypes = (dtype, "float8_e4m3fn", kpe, "bfloat16")
@@ -223,12 +225,14 @@ def test_few_rows(emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int
     ("header", "statement", "other"),
     one_by_default(
         [
-            (NARROW_ATTENTION, "token);\n      synchronize();", "token);"),
-            (NARROW_ATTENTION, "(parity_ ^ 1) * Tile::kWeight", "parity_ * Tile::kWeight"),
-            (NARROW_ATTENTION, "row_ % 2 * 4 + row_ / 2;", "row_;"),
-            (NARROW_ATTENTION, "if (moves) multiply(output, shrink);\n        moves", "moves"),
-            (NARROW_ATTENTION, "ptx::mbarrier_wait(address(control_.full[stage_]), phase_);", ""),
-            (NARROW_COPIER, "parity_ ^ 1);", "parity_);"),
+            (NARROW_ATTENTION, "    parity_ ^= 1;\n  }", "  }"),
+            (NARROW_ATTENTION, "multiply(output, shrink);", ""),
+            (NARROW_ATTENTION, f"{WAIT}\n      if (turn_", "if (turn_"),
+            (NARROW_ATTENTION, "clear_rows(item.kv_end - token);", "{}"),
+            (NARROW_ATTENTION, "fmaf(sum, kUnit, product)", "product"),
+            (NARROW_ATTENTION, "synchronize();  // outputs have been read", "// "),
+            (NARROW_QUERIES, "* kStep;", ";"),
+            (RING_LOADER, "parity_ ^ 1);", "parity_);"),
         ]
     ),
 )  # fmt: skip
@@ -267,13 +271,13 @@ def test_few_rows_of_16_bits(emulator: Emulator, dtype: str, dims: tuple[int, in
             (FEW_ATTENTION, "store(own + tile * 512, logits[tile]);", ""),
             (FEW_ATTENTION, "parity_ ^= 1;", ""),
             (FEW_ATTENTION, "weights)) shrink(output);", "weights)) {}"),
-            (FEW_ATTENTION, "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);", ""),
+            (FEW_ATTENTION, f"{WAIT}\n      if (turn_", "if (turn_"),
             (LAST_MERGE, "if (is_last) *counter = 0;", ""),
             (LAST_MERGE, "output[e], shrink, value * weight", "output[e], shrink, value"),
             (FEW_ATTENTION, "synchronize();  // before logits are told again", ""),
             (FEW_ATTENTION, "clear_rows(item.kv_end - token);", "{}"),
-            (FEW_LOADER, "parity_ ^ 1);", "parity_);"),
-            (FEW_LOADER, "(box + own_box) % 32", "box"),
+            (RING_LOADER, "parity_ ^ 1);", "parity_);"),
+            (RING_LOADER, "(box + own_box) % 32", "box"),
         ]
     ),
 )  # fmt: skip

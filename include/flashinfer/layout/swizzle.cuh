@@ -12,4 +12,9 @@ __device__ __forceinline__ uint32_t swizzled_offset(int row, int column) {
   return (column / 8 * kRows + row) * 128 + ((column ^ row) % 8) * 16;
 }
 
+// The same of one chunk of rows of 64 bytes, with the 64-byte swizzle.
+__device__ __forceinline__ uint32_t swizzled_offset_64(int row, int column) {
+  return row * 64 + (column ^ row / 2 % 4) * 16;
+}
+
 }  // namespace flashinfer

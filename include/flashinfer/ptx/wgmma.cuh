@@ -56,6 +56,13 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address, uint32_t chu
          static_cast<uint64_t>(chunk_stride >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
+// The same for K-major rows of 64 bytes with the 64-byte swizzle: chunk c of 16 bytes of row r lies
+// at chunk c ^ (r / 2 % 4); the operand starts at a multiple of 512 bytes.
+__device__ __forceinline__ uint64_t wgmma_operand_64(uint32_t address) {
+  constexpr uint64_t kSwizzle64 = uint64_t{2} << 62, kGroupStride = uint64_t{512 >> 4} << 32;
+  return kSwizzle64 | kGroupStride | (address & 0x3ffff) >> 4;
+}
+
 // The same operand `bytes` later: only its address changes.
 __device__ __forceinline__ uint64_t wgmma_advance(uint64_t operand, uint32_t bytes) {
   const uint32_t low = static_cast<uint32_t>(operand) + (bytes >> 4);

@@ -1,4 +1,4 @@
-// Boxes of the copy engine by which kernels for Hopper bring KV: 64 columns of some tokens of a
+// Boxes of the copy engine by which kernels for Hopper bring KV: 128 bytes of some tokens of a
 // page.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace flashinfer {
 
 struct MlaSm90Params {
   MlaParams mla;
-  ptx::EncodedTensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
+  ptx::EncodedTensorMap ckv, kpe;  // boxes of 128 bytes, or all of kpe, of `box_rows` tokens
   uint32_t box_rows;               // 0: threads copy
 };
 
@@ -42,20 +42,30 @@ inline uint32_t mla_box_rows(uint32_t page_size, uint32_t most) {
   return step < 16 ? 0 : step < most ? step : most;
 }
 
+// Describes a cache in boxes of `box_columns`, with a swizzle as long as these.
+template <typename T>
+inline void encode_mla_cache(MlaSm90Params& params, ptx::EncodedTensorMap& map,
+                             const MlaCache& cache, uint64_t columns, uint32_t box_columns,
+                             CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+  if (columns == 0 || params.box_rows == 0) return;
+  const uint32_t page_size = params.mla.page_size.divisor;
+  const ptx::TensorMapDim dims[] = {{page_size, cache.stride_token, params.box_rows},
+                                    {params.mla.num_pages, cache.stride_page, 1}};
+  if (!ptx::encode_tensor_map<T>(map, cache.data, columns, box_columns, dims, swizzle)) {
+    params.box_rows = 0;
+  }
+}
+
 // Describes both caches of a tile to the copy engine; where it cannot read them, threads copy.
 template <typename Tile>
 inline void encode_mla_boxes(MlaSm90Params& params) {
-  const auto encode = [&](ptx::EncodedTensorMap& map, const MlaCache& cache, uint64_t columns) {
-    if (columns == 0 || params.box_rows == 0) return;
-    const uint32_t page_size = params.mla.page_size.divisor;
-    if (!ptx::encode_tensor_map<typename Tile::T>(map, cache.data, columns, 64,
-                                                  {{page_size, cache.stride_token, params.box_rows},
-                                                   {params.mla.num_pages, cache.stride_page, 1}})) {
-      params.box_rows = 0;
-    }
-  };
-  encode(params.ckv, params.mla.ckv, Tile::kDimCkv);
-  encode(params.kpe, params.mla.kpe, Tile::kDimKpe);
+  using Ckv = typename Tile::Ckv;
+  using Kpe = typename Tile::Kpe;
+  constexpr int kCkvColumns = 128 / static_cast<int>(sizeof(Ckv));
+  constexpr bool kWideRope = sizeof(Kpe) == 2;
+  encode_mla_cache<Ckv>(params, params.ckv, params.mla.ckv, Tile::kDimCkv, kCkvColumns);
+  encode_mla_cache<Kpe>(params, params.kpe, params.mla.kpe, Tile::kDimKpe, 64,
+                        kWideRope ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 #endif  // __CUDACC_RTC__

@@ -2,8 +2,8 @@
 // quarters of the other kernel's tile would be empty, and queries take room there that KV needs.
 //
 // CTAs are persistent, one per SM; each walks its share of the plan's items. One warp loads
-// (loader.cuh), eight multiply with mma.sync (attention.cuh). Sums run in a fixed order: results
-// repeat bit for bit.
+// (ring_loader.cuh), eight multiply with mma.sync (attention.cuh). Sums run in a fixed order:
+// results repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once
@@ -11,8 +11,9 @@
 #include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/few/attention.cuh>
-#include <flashinfer/mla/sm90/few/loader.cuh>
+#include <flashinfer/mla/sm90/ring_loader.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/ptx/setmaxnreg.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
 
 namespace flashinfer {
@@ -26,7 +27,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto& control = *reinterpret_cast<MlaFewControl<Tile>*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), params.box_rows == 0 ? 32 : 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]),
+                         MlaRingLoader<Tile>::num_arrivals(params));
       ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
     }
     ptx::mbarrier_init_fence();
@@ -42,8 +44,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
   }
   if (threadIdx.x >= Tile::kMathThreads) {
-    MlaFewLoader<Tile>(params, shared, control).run();
+    using Loader = MlaRingLoader<Tile>;
+    ptx::decrease_registers<Tile::kLoadRegisters>();
+    if (threadIdx.x >= Tile::kMathThreads + Loader::num_threads(params)) return;
+    Loader(params, shared, control.full, control.empty).run();
   } else {
+    ptx::increase_registers<Tile::kMathRegisters>();
     MlaFewAttention<Tile>(params.mla, shared, control).run();
   }
 #endif

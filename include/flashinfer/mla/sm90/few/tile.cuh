@@ -11,6 +11,8 @@ template <typename T_, typename O_, int kDimCkv_, int kDimKpe_>
 struct MlaFewTile {
   using T = T_;  // of queries and caches
   using O = O_;
+  using Ckv = T_;
+  using Kpe = T_;
   static_assert(sizeof(T) == 2);
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;
   static_assert((kDimCkv == 512 || kDimCkv == 256) && (kDimKpe == 64 || kDimKpe == 0));
@@ -18,13 +20,17 @@ struct MlaFewTile {
   static constexpr int kBlock = 32;  // KV tokens of a block
   // Two groups of warps take turns at blocks; a warp has a quarter of the columns.
   static constexpr int kGroupWarps = 4, kGroupThreads = 32 * kGroupWarps;
-  static constexpr int kMathThreads = 2 * kGroupThreads, kThreads = kMathThreads + 32;
+  static constexpr int kMathThreads = 2 * kGroupThreads, kThreads = kMathThreads + 128;
+  static constexpr int kLoadRegisters = 56, kMathRegisters = 224;
+  // A launch has 168 for each thread. Asking for more waits for ever.
+  static_assert(kLoadRegisters + 2 * kMathRegisters == 3 * 168);
   static constexpr int kWarpColumns = kDimCkv / kGroupWarps;
   static constexpr int kCkvSteps = kWarpColumns / 16;  // of a warp's products
   static constexpr int kKeySteps = kCkvSteps + kDimKpe / 16 / kGroupWarps;
   static constexpr int kTokenTiles = kBlock / 8, kOutputTiles = kWarpColumns / 8;
 
   // Chunks of 64 columns, the last one kpe, as the copy engine writes them with its swizzle.
+  static constexpr int kChunkColumns = 64, kRopeRowBytes = 128;
   static constexpr int kChunksCkv = kDimCkv / 64, kChunks = kChunksCkv + kDimKpe / 64;
   static constexpr int kChunkBytes = kBlock * 128, kStageBytes = kChunks * kChunkBytes;
   // Logits of a warp's columns, of even and of odd blocks; at the end of an item, outputs.

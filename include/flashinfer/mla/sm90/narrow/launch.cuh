@@ -1,4 +1,4 @@
-// Host side of the narrow MLA kernel.
+// Host side of the MLA kernel for few rows of 8 bits.
 #pragma once
 
 #include <flashinfer/common/launch.cuh>
@@ -19,8 +19,12 @@ inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   });
   if (status != cudaSuccess) return status;
+  MlaSm90Params narrow = {};
+  narrow.mla = params;
+  narrow.box_rows = mla_box_rows(params.page_size.divisor, Tile::kBlock);
+  encode_mla_boxes<Tile>(narrow);
   return launch_kernel(mla_narrow_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
-                       Tile::kSharedBytes, stream, enable_pdl, params);
+                       Tile::kSharedBytes, stream, enable_pdl, narrow);
 }
 
 }  // namespace flashinfer

@@ -2,9 +2,9 @@
 // cores' tile of 64 rows would be empty mostly, and what the other kernel does for each token,
 // widening it in shared memory and reading it from there, takes longer than its bytes take to come.
 //
-// CTAs are persistent, one per SM; each walks its share of the plan's items. One warpgroup copies
-// (copier.cuh), two multiply with mma.sync (attention.cuh). Sums run in a fixed order: results
-// repeat bit for bit.
+// CTAs are persistent, one per SM; each walks its share of the plan's items. One warp loads
+// (ring_loader.cuh), eight multiply (attention.cuh): keys as they are, values widened. Sums run in
+// a fixed order: results repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once
@@ -12,36 +12,48 @@
 #include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/narrow/attention.cuh>
-#include <flashinfer/mla/sm90/narrow/copier.cuh>
+#include <flashinfer/mla/sm90/ring_loader.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
+#include <flashinfer/ptx/tma_multicast.cuh>
 
 namespace flashinfer {
 
 template <typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    mla_narrow_kernel(const __grid_constant__ MlaParams params) {
+    mla_narrow_kernel(const __grid_constant__ MlaSm90Params params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];
   static_assert(sizeof(MlaNarrowControl<Tile>) <= Tile::kControlBytes);
   auto& control = *reinterpret_cast<MlaNarrowControl<Tile>*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]), Tile::kCopyThreads);
-      ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kWarps);
+      ptx::mbarrier_init(ptx::shared_address(&control.full[stage]),
+                         MlaRingLoader<Tile>::num_arrivals(params));
+      ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
     }
     ptx::mbarrier_init_fence();
+  } else if (threadIdx.x == Tile::kMathThreads && params.box_rows != 0) {
+    ptx::tma_prefetch_map(&params.ckv);
+    if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
   }
   __syncthreads();
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();  // the merge finds no room before this CTA has ended
-  if (params.plans_itself) plan_own_share(params.planner, shared);
+  if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (params.mla.plans_itself) {
+    static_assert(sizeof(MlaOwnPlanner::Shared) <= Tile::kSharedQueryBytes);
+    plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
+  }
   if (threadIdx.x >= Tile::kMathThreads) {
-    ptx::decrease_registers<Tile::kCopyRegisters>();
-    MlaNarrowCopier<Tile>(params, shared, control).run();
+    using Loader = MlaRingLoader<Tile>;
+    ptx::decrease_registers<Tile::kLoadRegisters>();
+    if (threadIdx.x >= Tile::kMathThreads + Loader::num_threads(params)) return;
+#ifndef P_NOLOAD
+    Loader(params, shared, control.full, control.empty).run();
+#endif
   } else {
     ptx::increase_registers<Tile::kMathRegisters>();
-    MlaNarrowAttention<Tile>(params, shared, control).run();
+    MlaNarrowAttention<Tile>(params.mla, params.box_rows == 0, shared, control).run();
   }
 #endif
 }

@@ -44,6 +44,17 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
   }
 }
 
+inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t* rows = emulated::exchange_rows(address);
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      const uint16_t element = static_cast<uint16_t>(r[i] >> 16 * j);
+      std::memcpy(dynamic_shared + rows[8 * i + lane % 4 * 2 + j] + lane / 4 * 2, &element, 2);
+    }
+  }
+}
+
 inline uint32_t movmatrix_trans(uint32_t matrix) {
   const int lane = threadIdx.x % 32;
   const uint32_t* pairs = emulation::block.exchange(matrix);

@@ -34,12 +34,14 @@ inline void bulk_load(uint32_t shared, const void* source, uint32_t bytes, uint3
 inline void tma_load(uint32_t shared, const void* map, uint32_t barrier, int x, int y, int z) {
   const auto box = *static_cast<const emulated::Map*>(map);
   const uint32_t row_bytes = box.box[0] * box.element;
-  if (box.swizzles && shared % 1024 != 0) emulation::fail("a swizzled box is misaligned");
+  if (box.swizzle != 0 && shared % (8 * box.swizzle) != 0)
+    emulation::fail("a swizzled box is misaligned");
   emulated::copy_later(shared, row_bytes * box.box[1] * box.box[2], barrier, [=] {
     for (uint32_t row = 0; row < box.box[1] * box.box[2]; ++row) {
       for (uint32_t byte = 0; byte < row_bytes; ++byte) {
         const uint64_t at[3] = {x + byte / box.element, y + row % box.box[1], z + row / box.box[1]};
-        const uint32_t place = box.swizzles ? byte ^ row % 8 * 16 : byte;
+        const uint32_t unit = box.swizzle == 64 ? row / 2 % 4 : row % 8;
+        const uint32_t place = box.swizzle != 0 ? byte ^ unit * 16 : byte;
         const bool inside = at[0] < box.length[0] && at[1] < box.length[1] && at[2] < box.length[2];
         const char* const source = box.data + at[0] * box.element + byte % box.element +
                                    at[1] * box.stride[0] + at[2] * box.stride[1];

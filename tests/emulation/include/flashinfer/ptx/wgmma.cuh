@@ -20,6 +20,8 @@ inline uint64_t wgmma_operand(uint32_t address, uint32_t chunk_stride = 0,
   if ((chunk_stride | group_stride) % 1024 != 0) emulation::fail("an operand of other strides");
   return address | uint64_t{chunk_stride / 1024} << 32 | uint64_t{group_stride / 1024} << 48;
 }
+// A bit above tells rows of 64 bytes.
+inline uint64_t wgmma_operand_64(uint32_t address) { return address | uint64_t{1} << 63; }
 inline uint64_t wgmma_advance(uint64_t operand, uint32_t bytes) { return operand + bytes; }
 
 namespace emulated {
@@ -28,6 +30,11 @@ namespace emulated {
 template <typename T, bool kTransposed>
 float operand_element(uint64_t operand, int row, int k) {
   const uint32_t address = static_cast<uint32_t>(operand);
+  if (operand >> 63 != 0) {
+    const uint32_t rows = address / 512 * 512, byte = k * sizeof(T);
+    const uint32_t unit = (address % 64 / 16 + byte / 16) ^ row / 2 % 4;
+    return to_float(load_shared<T>(rows + row * 64 + unit * 16 + byte % 16));
+  }
   const uint32_t group_stride = operand >> 48 << 10;
   if constexpr (kTransposed) {
     const uint32_t chunk = address + row / 64 * ((operand >> 32 & 0xffff) << 10);
