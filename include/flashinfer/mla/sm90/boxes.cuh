@@ -9,8 +9,9 @@ namespace flashinfer {
 
 struct MlaSm90Params {
   MlaParams mla;
-  ptx::EncodedTensorMap ckv, kpe;  // boxes of 64 columns of `box_rows` tokens
-  uint32_t box_rows;               // 0: threads copy
+  ptx::EncodedTensorMap ckv, kpe;      // boxes of 64 columns of `box_rows` tokens
+  ptx::EncodedTensorMap q_nope, q_pe;  // boxes of 64 columns of 64 heads of a token; of pairs
+  uint32_t box_rows;                   // 0: threads copy
 };
 
 // Pages of an item's next boxes: each lane holds those of one of 32 consecutive boxes, and of the
@@ -56,6 +57,20 @@ inline void encode_mla_boxes(MlaSm90Params& params) {
   };
   encode(params.ckv, params.mla.ckv, Tile::kDimCkv);
   encode(params.kpe, params.mla.kpe, Tile::kDimKpe);
+}
+
+// Describes queries of which each tile has 64 heads of a token. Returns whether the copy engine can
+// read them.
+template <typename Tile>
+inline bool encode_mla_queries(MlaSm90Params& params) {
+  const auto encode = [&](ptx::EncodedTensorMap& map, const MlaRows& rows, uint64_t columns) {
+    return columns == 0 || ptx::encode_tensor_map<typename Tile::T>(
+                               map, rows.data, columns, 64,
+                               {{params.mla.num_heads.divisor, rows.stride_head, Tile::kRows},
+                                {params.mla.num_tokens, rows.stride_token, 1}});
+  };
+  return encode(params.q_nope, params.mla.q_nope, Tile::kDimCkv) &&
+         encode(params.q_pe, params.mla.q_pe, Tile::kDimKpe);
 }
 
 #endif  // __CUDACC_RTC__

@@ -42,6 +42,7 @@ class MlaConsumer {
   // steps wait for memory: with few heads.
   static constexpr bool kAhead = kSharers == 2 || Tile::kWidens;
   static constexpr bool kScalesQueries = Tile::kWidens && !Tile::kScaled;
+  static constexpr bool kQueriesAreBoxes = Tile::template kQueriesAreBoxes<kSharers>;
   using T = typename Tile::T;
   static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
   static constexpr float kHeadroom = 8.f;
@@ -111,7 +112,7 @@ class MlaConsumer {
     largest_[0] = largest_[1] = -math::inf;
     sum_[0] = sum_[1] = 0.f;
     set_limits(item);
-    ptx::mbarrier_wait(address(control_.q_full), parity);
+    if constexpr (!kQueriesAreBoxes) ptx::mbarrier_wait(address(control_.q_full), parity);
     set_scales();
     Logits logits;
     if (kGroup == 0 && item.kv_begin < item.kv_end) multiply_keys(logits, item, item.kv_begin);
@@ -124,7 +125,7 @@ class MlaConsumer {
         second_step(output, item, token + Tile::kBlock, has_second, is_last);
       }
     }
-    if (item.kv_begin >= item.kv_end) arrive(control_.q_empty);
+    if (!kQueriesAreBoxes && item.kv_begin >= item.kv_end) arrive(control_.q_empty);
     profile_.begin(MlaEvent::kOutput);
     finish(output, item, parity);
     profile_.end(MlaEvent::kOutput);
