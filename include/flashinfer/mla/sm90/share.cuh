@@ -9,9 +9,17 @@ struct MlaShare {
   int begin, end;
   MlaWorkItem first;  // without tokens if there is none
 
+  // Where each CTA has one item, the first has the CTA's number: it is read beside the range, not
+  // after it. The list has room for an item of each CTA.
   __device__ __forceinline__ explicit MlaShare(const MlaParams& params)
-      : begin(params.cta_begin[blockIdx.x]), end(params.cta_begin[blockIdx.x + 1]), first() {
-    if (begin < end) first = params.items[begin];
+      : begin(params.cta_begin[blockIdx.x]),
+        end(params.cta_begin[blockIdx.x + 1]),
+        first(params.items[blockIdx.x]) {
+    if (begin >= end) {
+      first = {};
+    } else if (begin != static_cast<int>(blockIdx.x)) {
+      first = params.items[begin];
+    }
   }
 };
 
