@@ -22,6 +22,7 @@
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/part_merge.cuh>
+#include <flashinfer/mla/sm90/part_rows.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/mla/sm90/values.cuh>
 #include <flashinfer/ptx/cluster.cuh>
@@ -478,7 +479,11 @@ class MlaConsumer {
     for (int h = 0; h < 2; ++h) {
       sum[h] = control_.sums[parity][0][row_ + 8 * h] + control_.sums[parity][1][row_ + 8 * h];
     }
-    write_output<Tile>(params_, item, output, largest_, sum, kGroup, row_, lane_idx_);
+    if (item.slot >= 0) {
+      write_part<Tile>(params_, item.slot, output, largest_, sum, kGroup, row_, lane_idx_);
+    } else {
+      write_output<Tile>(params_, item, output, largest_, sum, kGroup, row_, lane_idx_);
+    }
   }
 
   const MlaParams& params_;

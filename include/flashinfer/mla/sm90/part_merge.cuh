@@ -13,6 +13,7 @@
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/mla/sm90/part_rows.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
 #include <flashinfer/mla/sm90/tile.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
@@ -282,8 +283,9 @@ class MlaPartMerge {
         words[k] = PackedPair<O>::pack(sums[2 * k], sums[2 * k + 1]);
       }
       if constexpr (kPairs == 1) {
-        reinterpret_cast<uint32_t*>(target)[thread] = words[0];
+        reinterpret_cast<uint32_t*>(target)[mla_part_pair(thread)] = words[0];
       } else {
+        transpose_in_quad(words, lane_idx_);
         reinterpret_cast<uint4*>(target)[thread] = uint4{words[0], words[1], words[2], words[3]};
       }
     }
