@@ -19,19 +19,33 @@ struct MlaSm90Params {
 struct MlaBoxPages {
   int first, next;
 
-  // The page of a token, or -1 if there is none.
-  __device__ __forceinline__ static int page_of(const MlaParams& params, const MlaWorkItem& item,
-                                                int token) {
+  // What the table says of a token, -1 where there is none.
+  __device__ __forceinline__ static int entry_of(const MlaParams& params, const MlaWorkItem& item,
+                                                 int token) {
     if (token >= item.kv_end) return -1;
-    const int page = params.kv_indices[item.kv_base + params.page_size.divide(token)];
+    return params.kv_indices[item.kv_base + params.page_size.divide(token)];
+  }
+
+  // The page, or -1 if the cache has none of that number.
+  __device__ __forceinline__ static int existing(const MlaParams& params, int page) {
     return static_cast<uint32_t>(page) < params.num_pages ? page : -1;
   }
 
+  __device__ __forceinline__ static int page_of(const MlaParams& params, const MlaWorkItem& item,
+                                                int token) {
+    return existing(params, entry_of(params, item, token));
+  }
+
+  // Asks for them. Who needs them waits for them, in `of`.
   __device__ __forceinline__ static MlaBoxPages find(const MlaSm90Params& params,
                                                      const MlaWorkItem& item, int lane_idx) {
     const int box_rows = params.box_rows;
-    return {page_of(params.mla, item, item.kv_begin + lane_idx * box_rows),
-            page_of(params.mla, item, item.kv_begin + (32 + lane_idx) * box_rows)};
+    return {entry_of(params.mla, item, item.kv_begin + lane_idx * box_rows),
+            entry_of(params.mla, item, item.kv_begin + (32 + lane_idx) * box_rows)};
+  }
+
+  __device__ __forceinline__ MlaBoxPages of(const MlaParams& params) const {
+    return {existing(params, first), existing(params, next)};
   }
 };
 

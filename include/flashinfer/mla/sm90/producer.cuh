@@ -31,6 +31,7 @@ class MlaProducer {
         control_(control),
         profile_(params.mla, 2, kMlaProfileGroups, threadIdx.x % 128 == 0),
         shared_(ptx::shared_address(shared)) {
+    box_shift_ = __popc(params.box_rows - 1);
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
   }
@@ -56,11 +57,11 @@ class MlaProducer {
           pages = MlaBoxPages::find(maps_, item, lane_idx_);
         }
         if constexpr (kQueriesAreBoxes) load_query_boxes(item);
-        load_boxes(item, pages);
+        load_boxes(item, pages.of(params_));
       }
-    } else if constexpr (!kQueriesAreBoxes) {
+    } else {
       ptx::cluster_wait();
-      for (int i = begin; i < end; ++i) {
+      for (int i = begin; !kQueriesAreBoxes && i < end; ++i) {
         if (i != begin) item = params_.items[i];
         load_query<3>(item, warp_idx_ - 1, (i - begin) % 2);
       }
@@ -142,7 +143,7 @@ class MlaProducer {
   }
 
   __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const MlaBoxPages& found) {
-    const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;  // of a block
+    const int box_rows = maps_.box_rows, boxes = Tile::kBlock >> box_shift_;  // of a block
     int pages = found.first, next_pages = found.next, box = 0;
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
@@ -164,7 +165,7 @@ class MlaProducer {
                                              int pages, int first_box) {
     constexpr int kChunksHalf = Tile::kChunksHalf;
     const int box_rows = static_cast<int>(maps_.box_rows);
-    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + box_rows - 1) / box_rows;
+    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + box_rows - 1) >> box_shift_;
     const uint32_t parity = next_parity(block);
     const int first = block == 0 ? kLeft : kRight;
     if (Tile::kRopeFirst) {
@@ -299,6 +300,7 @@ class MlaProducer {
   MlaControl& control_;
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
+  int box_shift_;  // log2 of a box's tokens
   int warp_idx_, lane_idx_;
   int earliest_ = -1, earlier_ = -1, latest_ = -1;  // parts that are copied, not announced
   uint32_t phases_ = 3;        // bit b: the parity that says that block b is empty

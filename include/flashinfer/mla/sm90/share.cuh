@@ -2,6 +2,7 @@
 #pragma once
 
 #include <flashinfer/mla/mla_params.h>
+#include <flashinfer/ptx/opaque.cuh>
 
 namespace flashinfer {
 
@@ -15,6 +16,9 @@ struct MlaShare {
       : begin(params.cta_begin[blockIdx.x]),
         end(params.cta_begin[blockIdx.x + 1]),
         first(params.items[blockIdx.x]) {
+    // Or the compiler reads it once it knows that there is one.
+    first.qo_begin = ptx::opaque(first.qo_begin);
+    first.row_begin = ptx::opaque(first.row_begin);
     if (begin >= end) {
       first = {};
     } else if (begin != static_cast<int>(blockIdx.x)) {

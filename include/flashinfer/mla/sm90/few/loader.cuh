@@ -39,7 +39,7 @@ class MlaFewLoader {
           item = params_.items[i];
           pages = MlaBoxPages::find(maps_, item, lane_idx_);
         }
-        for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages);
+        for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages.of(params_));
       }
     } else {
       ptx::grid_dependency_wait();
