@@ -2,7 +2,6 @@
 #pragma once
 
 #include <flashinfer/mla/mla_params.h>
-#include <flashinfer/ptx/opaque.cuh>
 
 namespace flashinfer {
 
@@ -16,14 +15,11 @@ struct MlaShare {
       : begin(params.cta_begin[blockIdx.x]),
         end(params.cta_begin[blockIdx.x + 1]),
         first(params.items[blockIdx.x]) {
-    // Or the compiler reads it once it knows that there is one.
-    first.qo_begin = ptx::opaque(first.qo_begin);
-    first.row_begin = ptx::opaque(first.row_begin);
-    if (begin >= end) {
-      first = {};
-    } else if (begin != static_cast<int>(blockIdx.x)) {
-      first = params.items[begin];
-    }
+    if (begin < end && begin != static_cast<int>(blockIdx.x)) first = params.items[begin];
+    // No branch, which the compiler would let the first load wait for.
+    const int mask = begin < end ? -1 : 0;
+    first.kv_begin &= mask;
+    first.kv_end &= mask;
   }
 };
 
