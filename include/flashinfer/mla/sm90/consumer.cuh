@@ -65,7 +65,7 @@ class MlaConsumer {
 
   // Returns the merge of the last item's part, or -1.
   __device__ __forceinline__ int run() {
-    const MlaShare share(params_);
+    const MlaShare share = Tile::kWidens ? MlaShare(params_) : MlaShare::guess(params_);
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
     ptx::cluster_wait();
@@ -479,7 +479,7 @@ class MlaConsumer {
     for (int h = 0; h < 2; ++h) {
       sum[h] = control_.sums[parity][0][row_ + 8 * h] + control_.sums[parity][1][row_ + 8 * h];
     }
-    if (item.slot >= 0) {
+    if (Tile::kPartsAsHeld && item.slot >= 0) {
       write_part<Tile>(params_, item.slot, output, largest_, sum, kGroup, row_, lane_idx_);
     } else {
       write_output<Tile>(params_, item, output, largest_, sum, kGroup, row_, lane_idx_);

@@ -7,8 +7,7 @@
 // repeat bit for bit.
 //
 // A launch ends with this, so that each trip to L2 counts: rows of all parts are copied to shared
-// memory at once, and their weights are made meanwhile. A warp has rows of its own, or columns of
-// all rows, and makes their weights itself.
+// memory at once, and their weights are made meanwhile.
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
@@ -83,17 +82,47 @@ class MlaPartMerge {
     if (params_.counters == nullptr) return;
     synchronize();
     bool waited = false;
-    if (threadIdx.x == 0) {
+    uint32_t seen = 0;  // is not waited for while parts are added up
+    const auto wait_for_parts = [&] {
+      if (threadIdx.x != 0) return;
       control_.share_count = 0;
       if (number >= 0) waited = take_part(number, control_.last_merge.num_parts, true);
-    }
-    synchronize();
-    uint32_t seen = 0;  // is not waited for while parts are added up
-    if (waited) seen = ptx::count_events(&params_.counters[number].parts, kSeen);
-    if (control_.share_count != 0) add_rows(control_.last_merge, share_of(control_.last_merge));
-    if (control_.complete_merge >= 0) {
-      const MlaMerge merge = params_.merges[control_.complete_merge];
-      add_rows(merge, {0, 1, mla_tile_rows(params_, merge)});
+    };
+    const auto begin_share = [&] {
+      synchronize();
+      if (waited) seen = ptx::count_events(&params_.counters[number].parts, kSeen);
+      return control_.share_count != 0;
+    };
+    const auto whole_tile = [&](MlaMerge& merge) -> Rows {
+      merge = params_.merges[control_.complete_merge];
+      return {0, 1, mla_tile_rows(params_, merge)};
+    };
+    MlaMerge merge;
+    if constexpr (!kRehearses) {
+      wait_for_parts();
+      if (begin_share()) add_rows(control_.last_merge, share_of(control_.last_merge), false);
+      if (control_.complete_merge >= 0) {
+        const Rows rows = whole_tile(merge);
+        add_rows(merge, rows, false);
+      }
+    } else {
+#pragma unroll 1
+      for (int round = kRehearsal; round <= kWholeTile; ++round) {
+        merge = control_.last_merge;
+        Rows rows = {0, 1, 1};
+        if (round == kRehearsal) {
+          wait_for_parts();
+          if (number < 0 || warp_idx_ == 0) continue;
+          merge.num_parts = min(merge.num_parts, kRehearsedParts);
+        } else if (round == kOwnShare) {
+          if (!begin_share()) continue;
+          rows = share_of(merge);
+        } else {
+          if (control_.complete_merge < 0) continue;
+          rows = whole_tile(merge);
+        }
+        add_rows(merge, rows, round == kRehearsal);
+      }
     }
     if (waited && (seen / kSeen & kMask) + 1 == control_.share_count) {
       params_.counters[number] = {0, 0};  // for the next launch
@@ -101,6 +130,12 @@ class MlaPartMerge {
   }
 
  private:
+  // While a thread waits for parts, each of some warps does a piece of what comes afterwards,
+  // without effect: code is fetched once for each launch, and takes longer to come than to run.
+  enum Round { kRehearsal, kOwnShare, kWholeTile };
+  static constexpr bool kRehearses = !Tile::kWidens;  // they have no registers to spare
+  static constexpr int kRehearsedParts = 13;          // that walk all loops over parts
+
   __device__ __forceinline__ void count_start(const MlaWorkItem& item) const {
     if (item.slot >= 0) ptx::count_event(&params_.counters[item.merge].started);
   }
@@ -145,181 +180,160 @@ class MlaPartMerge {
     return {first, step, max(0, (mla_tile_rows(params_, merge) - first + step - 1) / step)};
   }
 
-  // In the place of queries and keys, which nobody needs after the CTA's last item, each warp has
-  // room for what it adds up, and in the place of weights for theirs: no warp waits for another.
-  static constexpr int kRoom = Tile::kOffsetWeights / kWarps;
-  static constexpr int kWeights = Tile::kChunkBytes / 4 / kWarps;
-  static constexpr int kMostWhole = 16;  // parts of a row that one warp adds up alone
-  static_assert(kMostWhole * kRowBytes <= kRoom && kRoom % 16 == 0);
+  // In the place of queries and keys, which nobody needs after the CTA's last item, is room for a
+  // row of many parts, or for some rows of few. A tile has at most as many parts as there are CTAs.
+  static constexpr int kRoom = Tile::kOffsetWeights / kRowBytes;
+  static constexpr int kPlaces = kRoom < kThreads ? kRoom : kThreads;  // a thread has one
 
-  __device__ __forceinline__ void add_rows(const MlaMerge& merge, const Rows& rows) const {
-    if (rows.count < kWarps || merge.num_parts > kMostWhole) {
-      add<kWarps>(merge, rows);
-    } else {
-      add<1>(merge, rows);
+  __device__ __forceinline__ uint32_t place_address(int place) const {
+    return shared_ + place * kRowBytes;
+  }
+  // Weights of a row's parts lie in fours.
+  __device__ __forceinline__ uint32_t weight_address(int row, int num_parts) const {
+    return shared_ + Tile::kOffsetWeights + row * ceil_div(num_parts, 4) * 16;
+  }
+
+  __device__ __forceinline__ void add_rows(const MlaMerge& merge, const Rows& rows,
+                                           bool rehearses) const {
+    const auto has_part = [&](int warp) { return !rehearses || warp_idx_ == warp; };
+    const int most = kPlaces / merge.num_parts;
+#pragma unroll 1
+    for (int i = 0; i < rows.count; i += most) {
+      const Rows some = {rows.first + i * rows.step, rows.step, min(most, rows.count - i)};
+      if (has_part(1)) copy(merge, some, rehearses);
+      if (!rehearses) synchronize();
+      if (has_part(2)) weigh(merge, some, rehearses);
+      ptx::cp_async_wait<0>();
+      if (!rehearses) synchronize();
+      if (rehearses ? warp_idx_ == 3 : rows.count < 4) {
+        add<1>(merge, some, rehearses);
+      } else if (has_part(4)) {
+        add<4>(merge, some, rehearses);
+      }
+      if (!rehearses) synchronize();  // the places are free
     }
   }
 
-  // The warp has one of `kSlices` slices of the columns of every row, or every eighth row.
-  template <int kSlices>
-  __device__ __forceinline__ void add(const MlaMerge& merge, const Rows& rows) const {
-    constexpr int kBytes = kRowBytes / kSlices;  // of a part of a row
-    constexpr int kStep = kWarps / kSlices;
-    const int slice = kSlices == 1 ? 0 : warp_idx_;
-    const int num_weights = ceil_div(merge.num_parts, 4) * 4;  // of a row: they lie in fours
-    const int most = min(kRoom / kBytes / merge.num_parts, kWeights / num_weights);
-    const uint32_t weights = shared_ + Tile::kOffsetWeights + warp_idx_ * kWeights * 4;
-    const uint32_t places = shared_ + warp_idx_ * kRoom;
+  // Asks for the rows of all parts; leaves the parts' LSEs where weights will be.
+  __device__ __forceinline__ void copy(const MlaMerge& merge, const Rows& rows,
+                                       bool rehearses) const {
+    const int num_places = rows.count * merge.num_parts, place = lane_idx_ * kWarps + warp_idx_;
+    const int row = static_cast<unsigned>(place) / static_cast<unsigned>(merge.num_parts);
+    const int part = place - row * merge.num_parts;
+    const int slot_row =
+        (merge.slot_begin + part * merge.slot_stride) * Tile::kRows + rows.first + row * rows.step;
+    float lse = 0.f;
+    if (place < num_places) lse = __ldcg(params_.partial_lse + slot_row);
+    const char* const outputs = static_cast<const char*>(params_.partial_o) + lane_idx_ * 16;
 #pragma unroll 1
-    for (int i = kSlices == 1 ? warp_idx_ : 0; i < rows.count; i += most * kStep) {
-      const Rows some = {rows.first + i * rows.step, rows.step * kStep,
-                         min(most, (rows.count - i + kStep - 1) / kStep)};
-      copy<kBytes>(merge, some, places, weights, slice);
-#pragma unroll 1
-      for (int k = 0; k < some.count; ++k) {
-        if (k == 0) {
-          ptx::cp_async_wait<1>();
-          __syncwarp();
-        }
-        const int row = some.first + k * some.step;
-        const float factor = weigh(merge, row, weights + k * num_weights * 4, slice == 0);
-        if (k == 0) ptx::cp_async_wait<0>();
-        __syncwarp();
-        add_parts<kBytes>(merge, row, places + k * merge.num_parts * kBytes,
-                          weights + k * num_weights * 4, slice, factor);
-      }
-      __syncwarp();  // the places are free
-    }
-  }
-
-  // Asks for the LSEs of all parts of the rows, in the place of their weights, and for the warp's
-  // columns of them.
-  template <int kBytes>
-  __device__ __forceinline__ void copy(const MlaMerge& merge, const Rows& rows, uint32_t places,
-                                       uint32_t weights, int slice) const {
-    constexpr int kLanes = kBytes / 16 < 32 ? kBytes / 16 : 32;  // that copy a part
-    const int num_parts = merge.num_parts, stride = merge.slot_stride * Tile::kRows;
-    const int first = merge.slot_begin * Tile::kRows + rows.first;
-#pragma unroll 1
-    for (int k = 0; k < rows.count; ++k) {
-#pragma unroll 1
-      for (int part = lane_idx_; part < num_parts; part += 32) {
-        ptx::cp_async_4(weights + (k * ceil_div(num_parts, 4) * 4 + part) * 4,
-                        params_.partial_lse + (first + k * rows.step + part * stride), true);
-      }
-    }
-    ptx::cp_async_commit();
-    const char* const own =
-        static_cast<const char*>(params_.partial_o) + slice * kBytes + lane_idx_ % kLanes * 16;
-#pragma unroll 1
-    for (int k = 0; k < rows.count; ++k) {
-#pragma unroll 2
-      for (int part = lane_idx_ / kLanes; part < num_parts; part += 32 / kLanes) {
-        const int slot_row = first + k * rows.step + part * stride;
-        const char* const source = own + int64_t{slot_row} * kRowBytes;
-        const uint32_t place = places + (k * num_parts + part) * kBytes + lane_idx_ % kLanes * 16;
+    for (int i = 0; i * kWarps + warp_idx_ < num_places; ++i) {
+      const char* source = outputs + int64_t{__shfl_sync(0xffffffffu, slot_row, i)} * kRowBytes;
+      const uint32_t target = place_address(i * kWarps + warp_idx_) + lane_idx_ * 16;
 #pragma unroll
-        for (int bytes = 0; bytes < kBytes; bytes += kLanes * 16) {
-          ptx::cp_async_16(place + bytes, source + bytes, true);
-        }
+      for (int bytes = 0; bytes < kRowBytes; bytes += 512) {
+        ptx::cp_async_16(target + bytes, source + bytes, !rehearses);
       }
     }
     ptx::cp_async_commit();
+    if (place < num_places) {
+      ptx::store_shared_4(weight_address(row, merge.num_parts) + part * 4, __float_as_uint(lse));
+    }
   }
 
-  // Makes weights of the LSEs of a row's parts. Lanes have one part each, or several lanes the same
-  // ones. Returns the factor of the sum.
-  __device__ __forceinline__ float weigh(const MlaMerge& merge, int row, uint32_t weights,
-                                         bool writes_lse) const {
-    int lanes = 1;
-    while (lanes < merge.num_parts && lanes < 32) lanes *= 2;
-    const int own = lane_idx_ & (lanes - 1);
-    const auto load = [&](int part) {
-      return part < merge.num_parts ? __uint_as_float(ptx::load_shared_4(weights + part * 4))
-                                    : -math::inf;
-    };
-    float largest = -math::inf;
+  // Makes weights of LSEs, a warp for each row.
+  __device__ __forceinline__ void weigh(const MlaMerge& merge, const Rows& rows,
+                                        bool rehearses) const {
 #pragma unroll 1
-    for (int part = own; part - own < merge.num_parts; part += lanes) {
-      largest = fmaxf(largest, load(part));
-    }
-#pragma unroll 1
-    for (int i = lanes / 2; i > 0; i /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
-    }
-    const float reference = largest == -math::inf ? 0.f : largest;
-    float sum = 0.f;
-#pragma unroll 1
-    for (int part = own; part - own < merge.num_parts; part += lanes) {
-      const float weight = math::ptx_exp2(load(part) - reference);
-      __syncwarp();  // all lanes that have the part have read it
-      if (part < merge.num_parts) {
+    for (int i = rehearses ? 0 : warp_idx_; i < rows.count; i += kWarps) {
+      const uint32_t weights = weight_address(i, merge.num_parts);
+      const auto load = [&](int part) {
+        return __uint_as_float(ptx::load_shared_4(weights + part * 4));
+      };
+      const auto store = [&](int part, float weight) {
         ptx::store_shared_4(weights + part * 4, __float_as_uint(weight));
-      }
-      sum += weight;
-    }
+      };
+      float largest = -math::inf;
 #pragma unroll 1
-    for (int i = lanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
-    const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
-    if (writes_lse && lane_idx_ == 0) end.write_lse(params_);
-    return end.factor;
+      for (int part = lane_idx_; part < merge.num_parts; part += 32) {
+        largest = fmaxf(largest, load(part));
+      }
+      largest = over_lanes(largest, [](float a, float b) { return fmaxf(a, b); });
+      const float reference = largest == -math::inf ? 0.f : largest;
+      float sum = 0.f;
+#pragma unroll 1
+      for (int part = lane_idx_; part < merge.num_parts; part += 32) {
+        const float weight = math::ptx_exp2(load(part) - reference);
+        store(part, weight);
+        sum += weight;
+      }
+      sum = over_lanes(sum, [](float a, float b) { return a + b; });
+      const int row = rows.first + i * rows.step;
+      const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
+      if (lane_idx_ == 0 && !rehearses) end.write_lse(params_);
+#pragma unroll 1
+      for (int part = lane_idx_; part < merge.num_parts; part += 32) {
+        store(part, load(part) * end.factor);
+      }
+    }
   }
 
-  // Adds up the warp's columns of a row's parts, which lie in `source`.
-  template <int kBytes>
-  __device__ __forceinline__ void add_parts(const MlaMerge& merge, int row, uint32_t source,
-                                            uint32_t weights, int slice, float factor) const {
-    constexpr int kPairs = kBytes >= 512 ? 4 : 1;  // of columns, that a lane has side by side
-    constexpr int kUnits = kBytes / (kPairs * 4), kPasses = ceil_div(kUnits, 32);
-    if (lane_idx_ >= kUnits) return;
-    O* const target =
-        MlaRowPlace(params_, merge.qo_begin, merge.row_begin + row).template row<O>(params_);
-    source += lane_idx_ * kPairs * 4;
-    float sums[kPasses][2 * kPairs] = {};
-    int left = merge.num_parts;
-#pragma unroll kPasses == 1 ? 4 : 1
-    for (; left >= 4; left -= 4) {
-      const uint4 four = ptx::load_shared_16(weights);
-      const uint32_t of_parts[4] = {four.x, four.y, four.z, four.w};
-      uint32_t pairs[4][kPasses][kPairs];
+  template <typename Combine>
+  __device__ __forceinline__ static float over_lanes(float value, const Combine& combine) {
 #pragma unroll
-      for (int k = 0; k < 4 * kPasses; ++k) {
-        load_pairs(source + k / kPasses * kBytes + k % kPasses * 512,
-                   pairs[k / kPasses][k % kPasses]);
-      }
-#pragma unroll
-      for (int k = 0; k < 4 * kPasses; ++k) {
-        add_part(of_parts[k / kPasses], pairs[k / kPasses][k % kPasses], sums[k % kPasses]);
-      }
-      weights += 16;
-      source += 4 * kBytes;
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
     }
+    return value;
+  }
+
+  // Each thread has `kPairs` pairs of columns: one shares a row of many parts among all threads,
+  // four have more rows at a time.
+  template <int kPairs>
+  __device__ __forceinline__ void add(const MlaMerge& merge, const Rows& rows,
+                                      bool rehearses) const {
+    constexpr int kRowThreads = Tile::kDimCkv / 2 / kPairs;
+    const int thread = threadIdx.x % kRowThreads;
 #pragma unroll 1
-    for (; left > 0; --left) {
-      const uint32_t weight = ptx::load_shared_4(weights);
+    for (int i = rehearses ? 0 : threadIdx.x / kRowThreads; i < rows.count;
+         i += kThreads / kRowThreads) {
+      uint32_t weights = weight_address(i, merge.num_parts);
+      uint32_t source = place_address(i * merge.num_parts) + thread * kPairs * 4;
+      float sums[2 * kPairs] = {};
+      int left = merge.num_parts;
+#pragma unroll 2
+      for (; left >= 4; left -= 4) {
+        const uint4 four = ptx::load_shared_16(weights);
+        const uint32_t of_parts[4] = {four.x, four.y, four.z, four.w};
+        uint32_t pairs[4][kPairs];
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        uint32_t pairs[kPairs];
-        load_pairs(source + i * 512, pairs);
-        add_part(weight, pairs, sums[i]);
+        for (int k = 0; k < 4; ++k) load_pairs(source + k * kRowBytes, pairs[k]);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) add_part(of_parts[k], pairs[k], sums);
+        weights += 16;
+        source += 4 * kRowBytes;
       }
-      weights += 4;
-      source += kBytes;
-    }
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
+#pragma unroll 1
+      for (; left > 0; --left) {
+        uint32_t pairs[kPairs];
+        load_pairs(source, pairs);
+        add_part(ptx::load_shared_4(weights), pairs, sums);
+        weights += 4;
+        source += kRowBytes;
+      }
+      const int row = merge.row_begin + rows.first + i * rows.step;
+      O* const target = MlaRowPlace(params_, merge.qo_begin, row).template row<O>(params_);
       uint32_t words[kPairs];
 #pragma unroll
       for (int k = 0; k < kPairs; ++k) {
-        words[k] = PackedPair<O>::pack(sums[i][2 * k] * factor, sums[i][2 * k + 1] * factor);
+        words[k] = PackedPair<O>::pack(sums[2 * k], sums[2 * k + 1]);
       }
       if constexpr (kPairs == 1) {
-        const int word = slice * (kBytes / 4) + lane_idx_;
-        reinterpret_cast<uint32_t*>(target)[mla_part_pair(word)] = words[0];
+        const int pair = Tile::kPartsAsHeld ? mla_part_pair(thread) : thread;
+        if (!rehearses) reinterpret_cast<uint32_t*>(target)[pair] = words[0];
       } else {
-        transpose_in_quad(words, lane_idx_);
-        reinterpret_cast<uint4*>(target)[i * 32 + lane_idx_] =
-            uint4{words[0], words[1], words[2], words[3]};
+        if constexpr (Tile::kPartsAsHeld) transpose_in_quad(words, lane_idx_);
+        if (rehearses) continue;
+        reinterpret_cast<uint4*>(target)[thread] = uint4{words[0], words[1], words[2], words[3]};
       }
     }
   }

@@ -37,7 +37,7 @@ class MlaProducer {
   }
 
   __device__ __forceinline__ void run() {
-    const MlaShare share(params_);
+    const MlaShare share = MlaShare::guess(params_);
     const int begin = share.begin, end = share.end;
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();

@@ -34,6 +34,8 @@ struct MlaTile {
   // block: a pair's tiles are whole, 64 heads of a token.
   template <int kSharers>
   static constexpr bool kQueriesAreBoxes = kSharers == 2 && !kWidens;
+  // Whether rows of parts have their columns as products leave them (part_rows.cuh).
+  static constexpr bool kPartsAsHeld = !kWidens;
   static_assert(kWidens || (std::is_same_v<Q, T> && std::is_same_v<Ckv, T>));
   static_assert(sizeof(T) == 2);
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;

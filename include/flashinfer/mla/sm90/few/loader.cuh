@@ -29,7 +29,7 @@ class MlaFewLoader {
         lane_idx_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
-    const MlaShare share(params_);
+    const MlaShare share = MlaShare::guess(params_);
     MlaWorkItem item = share.first;
     if (maps_.box_rows != 0) {
       MlaBoxPages pages = MlaBoxPages::find(maps_, item, lane_idx_);
