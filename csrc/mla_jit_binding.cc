@@ -135,6 +135,7 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   const int64_t num_heads = plan.num_heads, page_size = plan.page_size;
   params.q_nope = rows_of(q_nope, kQ, plan.num_tokens, num_heads, kDimCkv);
   const int64_t num_tokens = q_nope.dim(0);
+  params.num_tokens = static_cast<uint32_t>(num_tokens);
   params.o = rows_of(out, ffi::dtype::FLASHINFER_CFG_DTYPE_O, num_tokens, num_heads, kDimCkv);
   ffi::check_no_broadcast(out);
   ffi::check_ndim(ckv, 3, 3);

@@ -231,6 +231,7 @@ bool check(Random& random) {
   params.partial_o = floats.data() + mla_most_slots(plan.num_ctas) * kMlaTileRows;
   params.num_heads = FastDivisor(problem.heads);
   params.page_size = FastDivisor(problem.page_size);
+  params.num_tokens = std::max(problem.tokens, 1);
   params.num_pages = problem.num_pages;
   params.num_ctas = plan.num_ctas;
   // Larger ones make references move.

@@ -77,14 +77,15 @@ def test_sinks_and_scales(device: torch.device):
     run(batch, device, sinks=sinks, ckv_scale=0.5, kpe_scale=0.5, return_lse_base_on_e=True)
 
 
-def test_strides(device: torch.device):
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_strides(device: torch.device, num_heads: int):
     """Queries as a transposed product leaves them, one cache of both parts, a wider output."""
-    batch = Batch((1, 1), (700, 130), 16)
+    batch = Batch((1, 2), (700, 130), num_heads)
     arguments = batch.arguments(device)
     arguments["q_nope"] = arguments["q_nope"].transpose(0, 1).contiguous().transpose(0, 1)
     wrapper = make_wrapper(device)
     batch.plan(wrapper)
-    wide = torch.empty(2, 16, 640, dtype=BF16, device=device)
+    wide = torch.empty(3, num_heads, 640, dtype=BF16, device=device)
     check(wrapper, **arguments, out=wide[..., 64:576])
 
 

@@ -159,7 +159,7 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
         [
             (PART_MERGE, "*counters = {0, 0};  // for the next launch", ""),
             (PART_MERGE, "fmaf(value, __uint_as_float(weight), sums[e]);", "sums[e] + value;"),
-            (PART_MERGE, "store(part, load(part) * end.factor);", ""),
+            (PART_MERGE, "return end.factor;", "return 1.f;"),
             (PART_MERGE, "ptx::cp_async_wait<0>();", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
             (WIDE_PRODUCER, "pages, first_box + box);", "pages, first_box);"),
@@ -173,6 +173,22 @@ def test_faults_of_the_wide_kernel_are_found(
 ) -> None:
     emulator.substitute(header, statement, other)
     assert find_wide_fault(emulator, ("bfloat16",) * 3, (256, 0), cases=8)
+
+
+@pytest.mark.parametrize(
+    ("statement", "other"),
+    one_by_default(
+        [
+            ("ptx::mbarrier_wait(address(control_.q_empty), query_parity_);", ""),
+            ("item.qo_begin + static_cast<int>(token));", "item.qo_begin);"),
+            ("ptx::mbarrier_expect(full, Tile::kChunkBytes);", ""),
+            ("chunk % 2) == static_cast<int>(ptx::cluster_rank())", "chunk % 2) == 0"),
+        ]
+    ),
+)
+def test_faults_of_pairs_are_found(emulator: Emulator, statement: str, other: str) -> None:
+    emulator.substitute(WIDE_PRODUCER, statement, other)
+    assert find_wide_fault(emulator, ("bfloat16",) * 3, (256, 64), cases=4, in_pairs=True)
 
 
 @pytest.mark.parametrize(

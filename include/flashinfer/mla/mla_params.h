@@ -37,7 +37,8 @@ struct MlaParams {
   void* partial_o;             // [slots, 64, head_dim_ckv] in the type of o, normalised
   float* partial_lse;          // [slots, 64], base 2
   FastDivisor num_heads, page_size;
-  uint32_t num_pages;  // of the cache
+  uint32_t num_tokens;  // of q
+  uint32_t num_pages;   // of the cache
   uint32_t num_ctas;
   float sm_scale_log2;  // of logits, times log2(e)
   float o_scale;        // of outputs

@@ -33,7 +33,7 @@ class MlaPlanner {
   // Cost of an item besides its steps, in half steps: its queries, the last product, its output.
   static constexpr int64_t kItemCost = 5, kStepCost = 2;
 
-  // Decides; fills in the sizes of `plan`.
+  // Decides; fills in the sizes of `plan`. The list has room for an item of each CTA (share.cuh).
   void plan(const MlaPlanConfig& config, const std::vector<MlaRequest>& requests, MlaPlan& plan) {
     config_ = config;
     requests_ = &requests;
@@ -50,8 +50,9 @@ class MlaPlanner {
     plan.num_slots = num_slots_;
     plan.few_parts = true;
     for (const MlaMerge& merge : merges_) plan.few_parts &= merge.num_parts <= kMlaFewParts;
-    plan.int_bytes = MlaPlanLayout(config.num_ctas).items_offset +
-                     num_items_ * static_cast<int64_t>(sizeof(MlaWorkItem));
+    plan.int_bytes =
+        MlaPlanLayout(config.num_ctas).items_offset +
+        std::max(num_items_, config.num_ctas) * static_cast<int64_t>(sizeof(MlaWorkItem));
   }
 
   // Writes the plan to `workspace`, which has the plan's int_bytes.

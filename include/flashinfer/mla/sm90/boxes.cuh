@@ -9,8 +9,9 @@ namespace flashinfer {
 
 struct MlaSm90Params {
   MlaParams mla;
-  ptx::EncodedTensorMap ckv, kpe;  // boxes of 128 bytes, or all of kpe, of `box_rows` tokens
-  uint32_t box_rows;               // 0: threads copy
+  ptx::EncodedTensorMap ckv, kpe;      // boxes of 128 bytes, or all of kpe, of `box_rows` tokens
+  ptx::EncodedTensorMap q_nope, q_pe;  // boxes of 64 columns of 64 heads of a token; of pairs
+  uint32_t box_rows;                   // 0: threads copy
 };
 
 // Pages of an item's next boxes: each lane holds those of one of 32 consecutive boxes, and of the
@@ -18,19 +19,33 @@ struct MlaSm90Params {
 struct MlaBoxPages {
   int first, next;
 
-  // The page of a token, or -1 if there is none.
-  __device__ __forceinline__ static int page_of(const MlaParams& params, const MlaWorkItem& item,
-                                                int token) {
+  // What the table says of a token, -1 where there is none.
+  __device__ __forceinline__ static int entry_of(const MlaParams& params, const MlaWorkItem& item,
+                                                 int token) {
     if (token >= item.kv_end) return -1;
-    const int page = params.kv_indices[item.kv_base + params.page_size.divide(token)];
+    return params.kv_indices[item.kv_base + params.page_size.divide(token)];
+  }
+
+  // The page, or -1 if the cache has none of that number.
+  __device__ __forceinline__ static int existing(const MlaParams& params, int page) {
     return static_cast<uint32_t>(page) < params.num_pages ? page : -1;
   }
 
+  __device__ __forceinline__ static int page_of(const MlaParams& params, const MlaWorkItem& item,
+                                                int token) {
+    return existing(params, entry_of(params, item, token));
+  }
+
+  // Asks for them. Who needs them waits for them, in `of`.
   __device__ __forceinline__ static MlaBoxPages find(const MlaSm90Params& params,
                                                      const MlaWorkItem& item, int lane_idx) {
     const int box_rows = params.box_rows;
-    return {page_of(params.mla, item, item.kv_begin + lane_idx * box_rows),
-            page_of(params.mla, item, item.kv_begin + (32 + lane_idx) * box_rows)};
+    return {entry_of(params.mla, item, item.kv_begin + lane_idx * box_rows),
+            entry_of(params.mla, item, item.kv_begin + (32 + lane_idx) * box_rows)};
+  }
+
+  __device__ __forceinline__ MlaBoxPages of(const MlaParams& params) const {
+    return {existing(params, first), existing(params, next)};
   }
 };
 
@@ -66,6 +81,20 @@ inline void encode_mla_boxes(MlaSm90Params& params) {
   encode_mla_cache<Ckv>(params, params.ckv, params.mla.ckv, Tile::kDimCkv, kCkvColumns);
   encode_mla_cache<Kpe>(params, params.kpe, params.mla.kpe, Tile::kDimKpe, 64,
                         kWideRope ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+// Describes queries of which each tile has 64 heads of a token. Returns whether the copy engine can
+// read them.
+template <typename Tile>
+inline bool encode_mla_queries(MlaSm90Params& params) {
+  const auto encode = [&](ptx::EncodedTensorMap& map, const MlaRows& rows, uint64_t columns) {
+    return columns == 0 || ptx::encode_tensor_map<typename Tile::T>(
+                               map, rows.data, columns, 64,
+                               {{params.mla.num_heads.divisor, rows.stride_head, Tile::kRows},
+                                {params.mla.num_tokens, rows.stride_token, 1}});
+  };
+  return encode(params.q_nope, params.mla.q_nope, Tile::kDimCkv) &&
+         encode(params.q_pe, params.mla.q_pe, Tile::kDimKpe);
 }
 
 #endif  // __CUDACC_RTC__

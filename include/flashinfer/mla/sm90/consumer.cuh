@@ -22,6 +22,7 @@
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/part_merge.cuh>
+#include <flashinfer/mla/sm90/part_rows.cuh>
 #include <flashinfer/mla/sm90/producer.cuh>
 #include <flashinfer/mla/sm90/values.cuh>
 #include <flashinfer/ptx/cluster.cuh>
@@ -42,6 +43,7 @@ class MlaConsumer {
   // steps wait for memory: with few heads.
   static constexpr bool kAhead = kSharers == 2 || Tile::kWidens;
   static constexpr bool kScalesQueries = Tile::kWidens && !Tile::kScaled;
+  static constexpr bool kQueriesAreBoxes = Tile::template kQueriesAreBoxes<kSharers>;
   using T = typename Tile::T;
   static constexpr int kLogitTiles = Tile::kBlock / 8, kSteps = Tile::kBlock / 16;
   static constexpr float kHeadroom = 8.f;
@@ -63,7 +65,7 @@ class MlaConsumer {
 
   // Returns the merge of the last item's part, or -1.
   __device__ __forceinline__ int run() {
-    const MlaShare share(params_);
+    const MlaShare share = Tile::kWidens ? MlaShare(params_) : MlaShare::guess(params_);
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
     ptx::cluster_wait();
@@ -111,7 +113,7 @@ class MlaConsumer {
     largest_[0] = largest_[1] = -math::inf;
     sum_[0] = sum_[1] = 0.f;
     set_limits(item);
-    ptx::mbarrier_wait(address(control_.q_full), parity);
+    if constexpr (!kQueriesAreBoxes) ptx::mbarrier_wait(address(control_.q_full), parity);
     set_scales();
     Logits logits;
     if (kGroup == 0 && item.kv_begin < item.kv_end) multiply_keys(logits, item, item.kv_begin);
@@ -124,7 +126,7 @@ class MlaConsumer {
         second_step(output, item, token + Tile::kBlock, has_second, is_last);
       }
     }
-    if (item.kv_begin >= item.kv_end) arrive(control_.q_empty);
+    if (!kQueriesAreBoxes && item.kv_begin >= item.kv_end) arrive(control_.q_empty);
     profile_.begin(MlaEvent::kOutput);
     finish(output, item, parity);
     profile_.end(MlaEvent::kOutput);
@@ -477,7 +479,11 @@ class MlaConsumer {
     for (int h = 0; h < 2; ++h) {
       sum[h] = control_.sums[parity][0][row_ + 8 * h] + control_.sums[parity][1][row_ + 8 * h];
     }
-    write_output<Tile>(params_, item, output, largest_, sum, kGroup, row_, lane_idx_);
+    if (Tile::kPartsAsHeld && item.slot >= 0) {
+      write_part<Tile>(params_, item.slot, output, largest_, sum, kGroup, row_, lane_idx_);
+    } else {
+      write_output<Tile>(params_, item, output, largest_, sum, kGroup, row_, lane_idx_);
+    }
   }
 
   const MlaParams& params_;

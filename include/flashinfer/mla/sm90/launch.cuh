@@ -12,9 +12,10 @@ namespace flashinfer {
 // Whether CTAs 2 i and 2 i + 1 always have the same KV rows, which are tiles of the same token.
 // Threads that copy rows of 16 bits do so for their own CTA alone.
 template <typename Tile>
-inline bool mla_runs_in_pairs(const MlaSm90Params& params) {
+inline bool mla_runs_in_pairs(MlaSm90Params& params) {
   return Tile::kPairs && (Tile::kWidens || params.box_rows != 0) &&
-         params.mla.num_heads.divisor % 128 == 0 && params.mla.num_ctas % 2 == 0;
+         params.mla.num_heads.divisor % 128 == 0 && params.mla.num_ctas % 2 == 0 &&
+         (Tile::kWidens || encode_mla_queries<Tile>(params));
 }
 
 template <typename Tile, int kSharers>

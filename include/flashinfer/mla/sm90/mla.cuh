@@ -52,6 +52,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else if (warp_idx == kMlaCopyWarp && params.box_rows != 0) {
     ptx::tma_prefetch_map(&params.ckv);
     if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
+    if constexpr (Tile::template kQueriesAreBoxes<kSharers>) {
+      ptx::tma_prefetch_map(&params.q_nope);
+      if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.q_pe);
+    }
   }
   __syncwarp();
   // Everybody waits for it before the first barrier: meanwhile the plan and page numbers come.

@@ -21,6 +21,8 @@ namespace flashinfer {
 // `kSharers`: CTAs of the cluster, which have the same KV rows.
 template <typename Tile, int kSharers>
 class MlaProducer {
+  static constexpr bool kQueriesAreBoxes = Tile::template kQueriesAreBoxes<kSharers>;
+
  public:
   __device__ __forceinline__ MlaProducer(const MlaSm90Params& params, char* shared,
                                          MlaControl& control)
@@ -29,12 +31,13 @@ class MlaProducer {
         control_(control),
         profile_(params.mla, 2, kMlaProfileGroups, threadIdx.x % 128 == 0),
         shared_(ptx::shared_address(shared)) {
+    box_shift_ = __popc(params.box_rows - 1);
     warp_idx_ = threadIdx.x / 32 % 4;
     lane_idx_ = threadIdx.x % 32;
   }
 
   __device__ __forceinline__ void run() {
-    const MlaShare share(params_);
+    const MlaShare share = MlaShare::guess(params_);
     const int begin = share.begin, end = share.end;
     MlaWorkItem item = share.first;
     ptx::grid_dependency_wait();
@@ -53,11 +56,12 @@ class MlaProducer {
           item = params_.items[i];
           pages = MlaBoxPages::find(maps_, item, lane_idx_);
         }
-        load_boxes(item, pages);
+        if constexpr (kQueriesAreBoxes) load_query_boxes(item);
+        load_boxes(item, pages.of(params_));
       }
     } else {
       ptx::cluster_wait();
-      for (int i = begin; i < end; ++i) {
+      for (int i = begin; !kQueriesAreBoxes && i < end; ++i) {
         if (i != begin) item = params_.items[i];
         load_query<3>(item, warp_idx_ - 1, (i - begin) % 2);
       }
@@ -117,8 +121,29 @@ class MlaProducer {
 
   // ---- Boxes of the copy engine, by one warp ----
 
+  // One lane per chunk, in the order of products. A chunk's bytes count towards the barrier of the
+  // same chunk of the item's first block, so that logits begin when the first chunks of both are
+  // there. Queries need no page numbers, which may still be on their way.
+  __device__ __forceinline__ void load_query_boxes(const MlaWorkItem& item) {
+    if (item.kv_begin >= item.kv_end) return;
+    ptx::mbarrier_wait(address(control_.q_empty), query_parity_);
+    query_parity_ ^= 1;
+    if (lane_idx_ < Tile::kChunks) {
+      const bool is_rope = Tile::kDimKpe != 0 && lane_idx_ == 0;
+      const int chunk = is_rope ? Tile::kChunksCkv : lane_idx_ - (Tile::kDimKpe != 0 ? 1 : 0);
+      const uint32_t token = params_.num_heads.divide(item.row_begin);
+      const int head = item.row_begin - token * params_.num_heads.divisor;
+      const uint32_t full = address(control_.kv_full[0][chunk]);
+      ptx::mbarrier_expect(full, Tile::kChunkBytes);
+      ptx::tma_load(shared_ + Tile::kOffsetQ + chunk * Tile::kChunkBytes,
+                    is_rope ? &maps_.q_pe : &maps_.q_nope, full, is_rope ? 0 : chunk * 64, head,
+                    item.qo_begin + static_cast<int>(token));
+    }
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void load_boxes(const MlaWorkItem& item, const MlaBoxPages& found) {
-    const int box_rows = maps_.box_rows, boxes = Tile::kBlock / box_rows;  // of a block
+    const int box_rows = maps_.box_rows, boxes = Tile::kBlock >> box_shift_;  // of a block
     int pages = found.first, next_pages = found.next, box = 0;
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       const int block = (token - item.kv_begin) / Tile::kBlock % 2;
@@ -140,7 +165,7 @@ class MlaProducer {
                                              int pages, int first_box) {
     constexpr int kChunksHalf = Tile::kChunksHalf;
     const int box_rows = static_cast<int>(maps_.box_rows);
-    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + box_rows - 1) / box_rows;
+    const int num_boxes = min(Tile::kBlock, item.kv_end - first_token + box_rows - 1) >> box_shift_;
     const uint32_t parity = next_parity(block);
     const int first = block == 0 ? kLeft : kRight;
     if (Tile::kRopeFirst) {
@@ -275,9 +300,11 @@ class MlaProducer {
   MlaControl& control_;
   MlaProfile<Tile::kProfiled> profile_;
   const uint32_t shared_;
+  int box_shift_;  // log2 of a box's tokens
   int warp_idx_, lane_idx_;
   int earliest_ = -1, earlier_ = -1, latest_ = -1;  // parts that are copied, not announced
-  uint32_t phases_ = 3;  // bit b: the parity that says that block b is empty
+  uint32_t phases_ = 3;        // bit b: the parity that says that block b is empty
+  uint32_t query_parity_ = 1;  // the parity that says that the place of queries is empty
 };
 
 }  // namespace flashinfer

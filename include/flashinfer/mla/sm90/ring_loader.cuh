@@ -40,7 +40,7 @@ class MlaRingLoader {
         lane_idx_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
-    const MlaShare share(params_);
+    const MlaShare share = MlaShare::guess(params_);
     MlaWorkItem item = share.first;
     if (maps_.box_rows != 0) {
       MlaBoxPages pages = MlaBoxPages::find(maps_, item, lane_idx_);
@@ -50,7 +50,7 @@ class MlaRingLoader {
           item = params_.items[i];
           pages = MlaBoxPages::find(maps_, item, lane_idx_);
         }
-        for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages);
+        for (int pass = 0; pass < passes(item); ++pass) load_boxes(item, pages.of(params_));
       }
     } else {
       ptx::grid_dependency_wait();

@@ -30,6 +30,12 @@ struct MlaTile {
   // Whether two CTAs with the same KV rows share the work of bringing them. Without scales it takes
   // longer to store rows of 8 bits in the other CTA than to widen them.
   static constexpr bool kPairs = kScaled || !kWidens;
+  // Whether the copy engine brings queries, whose chunks then come with those of the item's first
+  // block: a pair's tiles are whole, 64 heads of a token.
+  template <int kSharers>
+  static constexpr bool kQueriesAreBoxes = kSharers == 2 && !kWidens;
+  // Whether rows of parts have their columns as products leave them (part_rows.cuh).
+  static constexpr bool kPartsAsHeld = !kWidens;
   static_assert(kWidens || (std::is_same_v<Q, T> && std::is_same_v<Ckv, T>));
   static_assert(sizeof(T) == 2);
   static constexpr int kDimCkv = kDimCkv_, kDimKpe = kDimKpe_;

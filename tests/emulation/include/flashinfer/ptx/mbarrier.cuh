@@ -53,6 +53,10 @@ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   mbarrier_arrive(barrier);
 }
 
+inline void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
+  emulated::barrier_at(barrier).bytes += bytes;
+}
+
 // The thread's copies happen now, at the earliest moment at which others may count on them.
 inline void cp_async_arrive(uint32_t barrier) {
   cp_async_commit();
