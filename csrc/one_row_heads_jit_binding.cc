@@ -1,4 +1,4 @@
-//   one_row_heads(q, a, b, bias, splits, enable_pdl, weight_ready, norm, heads, caches, pages,
+//   one_row_heads(q_out, a, b, bias, splits, enable_pdl, weight_ready, norm, heads, caches, pages,
 //                 options)
 //
 // The product of one_row() with a norm; its columns are heads of q, k and v, one after the other.
@@ -36,7 +36,7 @@ void add_heads(RopeParams& params, const RopeRows& out, int64_t count, const Ten
 
 FLASHINFER_FFI_EXPORT(one_row_heads, args) {
   using namespace flashinfer;
-  const Tensor q = args.tensor("q"), a = args.tensor("a"), b = args.tensor("b");
+  const Tensor q = args.tensor("q_out"), a = args.tensor("a"), b = args.tensor("b");
   const Tensor bias = args.optional_tensor("bias");
   const int64_t splits = args.integer_in("splits", 1, 16);
   const bool enable_pdl = args.flag("enable_pdl");
@@ -60,23 +60,22 @@ FLASHINFER_FFI_EXPORT(one_row_heads, args) {
 
   static_cast<OneRowParams&>(params) = take_product(a, b, bias, weight_ready, kDtype);
   RopeAlignment alignment;
-  ffi::check_dtype(q, kDtype);
-  ffi::check_ndim(q, 3, 3);
-  ffi::check_shape(q, {1, q.dim(1), kDim});
-  ffi::check_last_dim_contiguous(q);
-  ffi::check_no_broadcast(q);
   ffi::check_ndim(caches[0], 4, 4);
   const ffi::CacheAxes axes = ffi::cache_axes(is_hnd);
   const int64_t num_pages = check_pages(caches[0], axes.slot, pages.page_size);
-  const int64_t heads = caches[0].dim(axes.head), queries = q.dim(1);
+  const int64_t heads = caches[0].dim(axes.head), queries = b.dim(1) / kDim - 2 * heads;
   const int64_t inner[2] = {is_hnd ? heads : pages.page_size, is_hnd ? pages.page_size : heads};
   for (const Tensor& cache : caches) check_cache(cache, {num_pages, inner[0], inner[1], kDim});
-  if (queries < 1 || heads < 1 || b.dim(1) != (queries + 2 * heads) * kDim) {
+  if (heads < 1 || queries < 1 || b.dim(1) % kDim != 0) {
     ffi::raise("ValueError",
-               "`b` must have a column for each element of %lld, %lld and %lld heads, got shape %s",
-               static_cast<long long>(queries), static_cast<long long>(heads),
-               static_cast<long long>(heads), b.shape_text().c_str());
+               "`b` must have columns for queries and %lld heads of keys and of values, %lld each, "
+               "got shape %s",
+               static_cast<long long>(heads), static_cast<long long>(kDim),
+               b.shape_text().c_str());
   }
+  ffi::check_dtype(q, kDtype);
+  ffi::check_shape(q, {1, queries, kDim});
+  ffi::check_contiguous(q);
   if (check_cos_sin_cache(rope, alignment, cos_sin_cache) != kDim) {
     ffi::raise("ValueError", "`cos_sin_cache` must have %lld columns, got shape %s",
                static_cast<long long>(kDim), cos_sin_cache.shape_text().c_str());
@@ -92,7 +91,7 @@ FLASHINFER_FFI_EXPORT(one_row_heads, args) {
     if (tensor) alignment.rows(tensor);
   }
   if (!alignment.vectorizable()) {
-    ffi::raise("ValueError", "rows of `q`, `q_weight`, `k_weight`, `cos_sin_cache` and "
+    ffi::raise("ValueError", "rows of `q_out`, `q_weight`, `k_weight`, `cos_sin_cache` and "
                              "`paged_kv_cache` must be aligned to 16 bytes");
   }
   rope.table = ffi::make_page_table(pages.batch_indices, pages.positions, pages.kv_indices,

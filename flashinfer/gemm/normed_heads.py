@@ -7,6 +7,7 @@ from .._common.arch import get_compute_capability
 from .._common.cache_layout import is_hnd
 from .._instrument.questions import says_where_it_runs
 from ..compat.backends import BackendSupportedError
+from ..jit.one_row import COLUMNS
 from ._one_row import heads_kernel
 from ._tuning import HOPPER, is_hopper
 from .normed import MOST_K
@@ -52,6 +53,11 @@ def add_rmsnorm_mm_rope_append_bf16(
     first, second = (checks.tensor("paged_kv_cache", cache, 4) for cache in paged_kv_cache)
     if input.shape[0] != 1 or input.shape[1] > MOST_K:
         raise ValueError(f"`input` must be [1, at most {MOST_K}], got shape {list(input.shape)}")
+    if cos_sin_cache.shape[1] not in COLUMNS:
+        raise ValueError(
+            f"`cos_sin_cache` must have a head's {COLUMNS[0]} or {COLUMNS[1]} columns, got shape "
+            f"{list(cos_sin_cache.shape)}"
+        )
     ready = checks.flag("weight_ready", weight_ready)
     neox = checks.flag("is_neox", is_neox)
     checks.cuda_tensors(input=input, b=b)

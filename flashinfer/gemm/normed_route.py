@@ -11,6 +11,8 @@ from ._one_row import route_kernel
 from ._tuning import HOPPER, is_hopper
 from .normed import MOST_K
 
+MOST_CHOICES = 32
+
 
 @says_where_it_runs(is_hopper)
 def add_rmsnorm_mm_route_bf16(
@@ -35,13 +37,14 @@ def add_rmsnorm_mm_route_bf16(
         raise ValueError(f"`input` must be [1, at most {MOST_K}], got shape {list(input.shape)}")
     if not 1 <= b.shape[1] <= COLUMNS[-1]:
         raise ValueError(f"`b` must have 1 to {COLUMNS[-1]} columns, got shape {list(b.shape)}")
+    chosen = checks.count("top_k", top_k, 1, min(MOST_CHOICES, b.shape[1]))
     ready = checks.flag("weight_ready", weight_ready)
     checks.cuda_tensors(input=input, b=b)
     if get_compute_capability(input.device) != HOPPER:
         raise BackendSupportedError("`add_rmsnorm_mm_route_bf16` needs a Hopper GPU")
     logits = input.new_empty(1, b.shape[1])
-    weights = torch.empty(1, top_k, dtype=torch.float32, device=input.device)
-    experts = torch.empty(1, top_k, dtype=torch.int32, device=input.device)
+    weights = torch.empty(1, chosen, dtype=torch.float32, device=input.device)
+    experts = torch.empty(1, chosen, dtype=torch.int32, device=input.device)
     residual_out = torch.empty_like(input) if residual_out is None else residual_out
     normed_out = torch.empty_like(input) if normed_out is None else normed_out
     kernel, splits = route_kernel(input.device, b.shape[1], b.shape[0], "softmax")
