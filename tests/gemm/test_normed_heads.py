@@ -51,7 +51,6 @@ def make(
         "kv_indptr": ints(0, 2, 8, PAGES),
         "batch_indices": ints(1),
         "positions": ints(position),
-        "page_size": PAGE,
         "kv_layout": layout,
     }
 
@@ -213,7 +212,6 @@ FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "is_neox": lambda call: 1,
     "quant_scale_k": lambda call: 0.0,
     "quant_scale_v": lambda call: float("inf"),
-    "page_size": lambda call: 8,
     "kv_layout": lambda call: "DNH",
     "q_out": lambda call: call["input"].view(1, -1, 128),
     "residual_out": lambda call: call["residual"],

@@ -274,7 +274,6 @@ class Attention(Body):
             is_neox=self.rope.halves,
             quant_scale_k=1 / self.k_scale if rounds else 1.0,
             quant_scale_v=1 / self.v_scale if rounds else 1.0,
-            page_size=cache.shape[2],
         )
 
     def _place(
