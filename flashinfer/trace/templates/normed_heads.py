@@ -50,10 +50,11 @@ def _heads_reference(
     dim, kv_heads = cos_sin_cache.shape[1], paged_kv_cache[0].shape[2 if kv_layout == "NHD" else 1]
     heads = product.view(len(input), -1, dim)
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    rows = q, k, v, cos_sin_cache, pos_ids, paged_kv_cache
+    table = kv_indices, kv_indptr, batch_indices, positions
+    norms = q_weight, k_weight, head_eps
     q, k_cache, v_cache = _rope_append_reference(
-        *(q, k, v, cos_sin_cache, pos_ids, paged_kv_cache),
-        *(kv_indices, kv_indptr, batch_indices, positions),
-        *(q_weight, k_weight, head_eps, is_neox, quant_scale_k, quant_scale_v, kv_layout),
+        *rows, *table, *norms, is_neox, quant_scale_k, quant_scale_v, kv_layout
     )
     return q, total, normed, k_cache, v_cache
 

@@ -16,7 +16,7 @@ class OneRowHeads {
   using T = typename Rope::T;
   static constexpr int kVecSize = kColumns / 64;  // two such vectors are a lane's
 
-  // What a lane has loaded before the product.
+  // A lane loads these before the product.
   struct alignas(16) Lane {
     detail::Rotation<kVecSize> rotation;
     Vector<T, kVecSize> weights[2], bias[2];
