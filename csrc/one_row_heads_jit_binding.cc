@@ -38,7 +38,7 @@ FLASHINFER_FFI_EXPORT(one_row_heads, args) {
   using namespace flashinfer;
   const Tensor q = args.tensor("q_out"), a = args.tensor("a"), b = args.tensor("b");
   const Tensor bias = args.optional_tensor("bias");
-  const int64_t splits = args.integer_in("splits", 1, 16);
+  const int64_t splits = args.integer_in("splits", 1, 8);
   const bool enable_pdl = args.flag("enable_pdl");
   const bool weight_ready = args.flag("weight_ready");
   const ffi::Args norm = args.group("norm", 5);

@@ -12,7 +12,7 @@ FLASHINFER_FFI_EXPORT(one_row, args) {
   constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
   const ffi::Tensor out = args.tensor("out"), a = args.tensor("a"), b = args.tensor("b");
   const ffi::Tensor bias = args.optional_tensor("bias");
-  const int64_t splits = args.integer_in("splits", 1, 16);
+  const int64_t splits = args.integer_in("splits", 1, 8);
   const bool enable_pdl = args.flag("pdl");
   const bool weight_ready = args.flag("weight_ready");
 #if FLASHINFER_CFG_NORM

@@ -8,8 +8,8 @@ namespace flashinfer {
 
 cudaError_t one_row_route(const OneRowRouteParams& params, uint32_t splits, bool enable_pdl,
                           cudaStream_t stream) {
-  return launch_one_row_route<dtype::FLASHINFER_CFG_DTYPE, MoeScore::FLASHINFER_CFG_SCORE,
-                              FLASHINFER_CFG_COLUMNS>(params, splits, enable_pdl, stream);
+  return launch_one_row_route<dtype::FLASHINFER_CFG_DTYPE, FLASHINFER_CFG_COLUMNS>(
+      params, splits, enable_pdl, stream);
 }
 
 #endif  // __CUDACC_RTC__

@@ -1,7 +1,7 @@
 //   one_row_route(logits, a, b, bias, splits, enable_pdl, weight_ready, norm, route)
 //
-// The product of one_row() with a norm, which gives the logits of a token's experts, and the choice
-// of moe_route() by these. Tuples:
+// The product of one_row() with a norm, which gives the logits of a token's experts, and the choice of
+// those with the largest ones. Tuples:
 //
 //   norm     (residual_out, normed_out, residual, norm_weight, eps)
 //   route    (topk_values, topk_indices, renormalize, routed_scaling_factor)
@@ -53,15 +53,11 @@ FLASHINFER_FFI_EXPORT(one_row_route, args) {
   }
   take_norm(norm, params, a, b, bias, {logits, weights, experts});
   params.out = logits.data();
-  MoeRouteParams& route = params.route;
-  route.weights = static_cast<float*>(weights.data());
-  route.experts = static_cast<int32_t*>(experts.data());
-  route.num_tokens = 1;
-  route.num_experts = params.n;
-  route.top_k = static_cast<uint32_t>(top_k);
-  route.num_groups = route.top_groups = 1;
-  route.renormalize = renormalize;
-  route.scale = scale;
+  params.weights = static_cast<float*>(weights.data());
+  params.experts = static_cast<int32_t*>(experts.data());
+  params.top_k = static_cast<uint32_t>(top_k);
+  params.renormalize = renormalize;
+  params.scale = scale;
   const ffi::DeviceGuard guard(a);
   ffi::check_launch(
       one_row_route(params, static_cast<uint32_t>(splits), enable_pdl, ffi::current_stream(a)));

@@ -73,9 +73,9 @@ def heads_kernel(
 
 
 @functools.lru_cache(maxsize=4096)
-def route_kernel(device: torch.device, n: int, k: int, score: str) -> tuple[Kernel, int]:
+def route_kernel(device: torch.device, n: int, k: int) -> tuple[Kernel, int]:
     """The kernel for a router's logits and choice, and how many CTAs divide k."""
     columns = next(size for size in COLUMNS if n <= size)
-    module = gen_one_row_route_module(OneRowRouteConfig(torch.bfloat16, score, columns))
+    module = gen_one_row_route_module(OneRowRouteConfig(torch.bfloat16, columns))
     splits = _splits(1, k, get_device_sm_count(device), _MOST_ROUTE_SPLITS)
     return module.build_and_load().one_row_route, splits

@@ -108,7 +108,7 @@ def add_rmsnorm_mm_route_bf16(
     experts = torch.empty(1, chosen, dtype=torch.int32, device=input.device)
     residual_out = torch.empty_like(input) if residual_out is None else residual_out
     normed_out = torch.empty_like(input) if normed_out is None else normed_out
-    kernel, splits = route_kernel(input.device, b.shape[1], b.shape[0], "softmax")
+    kernel, splits = route_kernel(input.device, b.shape[1], b.shape[0])
     norm = residual_out, normed_out, residual, norm_weight, checks.number("eps", eps)
     route = weights, experts, renormalize, float(routed_scaling_factor)
     pdl = True if enable_pdl is None else checks.flag("enable_pdl", enable_pdl)

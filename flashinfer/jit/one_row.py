@@ -11,7 +11,6 @@ import torch
 from .._common.dtypes import FLOAT, FLOAT8, check_dtype
 from .config import ModuleConfig
 from .core import JitSpec
-from .moe import MOE_SCORES
 from .registry import register_generator
 
 COLUMNS = (64, 128)
@@ -81,26 +80,23 @@ def gen_one_row_heads_module(config: OneRowHeadsConfig) -> JitSpec:
 
 @dataclass(frozen=True)
 class OneRowRouteConfig(ModuleConfig):
-    """Selects code: the type, how logits become scores, and the most experts."""
+    """Selects code: the type, and the most experts."""
 
     module: ClassVar[str] = "one_row_route"
     supported_major_versions: ClassVar[tuple[int, ...] | None] = (9,)
 
     dtype: torch.dtype
-    score: str
     columns: int
 
     def __post_init__(self) -> None:
         check_dtype("a", self.dtype, (torch.float16, torch.bfloat16))
-        if self.score not in MOE_SCORES:
-            raise ValueError(f"`score` must be one of {', '.join(MOE_SCORES)}, got {self.score!r}")
         if self.columns not in COLUMNS:
             raise ValueError(f"`columns` must be one of {COLUMNS}, got {self.columns}")
 
 
 def _route_configs() -> Iterator[OneRowRouteConfig]:
     for columns in COLUMNS:
-        yield OneRowRouteConfig(torch.bfloat16, "softmax", columns)
+        yield OneRowRouteConfig(torch.bfloat16, columns)
 
 
 @register_generator(aot=_route_configs)

@@ -22,13 +22,11 @@
 
 namespace flashinfer {
 
-// CTAs that divide k: a power of two, at most as many; Hopper has clusters of so many.
-inline constexpr uint32_t kOneRowSplits = 16;
-
 // Stores the product; the CTAs of a cluster have a share of the columns each. An `End` has
 //
 //   Params           OneRowParams, or derived from it
 //   kByFirst         the first CTA of a cluster has all columns
+//   kMostSplits      CTAs that divide k, a power of two: at most as many, and at most 16
 //   kSharedBytes     of its own shared memory, a multiple of 16
 //   prepare          called where weights may be loaded, if kByFirst by that CTA alone
 //   finish           called with columns [first, first + share) in `received` [splits][share]
@@ -36,6 +34,7 @@ template <typename T>
 struct OneRowStore {
   using Params = OneRowParams;
   static constexpr bool kByFirst = false;
+  static constexpr uint32_t kMostSplits = 8;
   static constexpr uint32_t kSharedBytes = 0;
 
   __device__ __forceinline__ static void prepare(const Params&, uint32_t, char*) {}
@@ -77,6 +76,7 @@ struct OneRowTraits {
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
   static constexpr int kCtas = 3;                   // of an SM
+  static constexpr int kSharedPercent = 28;         // 64 KB
   static constexpr bool kNorm = kNorm_;
   static constexpr int kNormLoads = 2;  // vectors of a thread: k is at most 4096 with a norm
 };
@@ -84,7 +84,7 @@ struct OneRowTraits {
 // Sums that a CTA receives: of all of a cluster's columns, or of its share.
 template <typename Traits>
 inline constexpr uint32_t kOneRowReceived =
-    (Traits::End::kByFirst ? kOneRowSplits : 1) * Traits::kColumns;
+    (Traits::End::kByFirst ? Traits::End::kMostSplits : 1) * Traits::kColumns;
 
 // For the sums of warps and CTAs, for the end, and for the part of `a`.
 template <typename Traits>
@@ -278,7 +278,7 @@ template <typename Traits>
 inline cudaError_t launch_one_row(typename Traits::End::Params params, uint32_t splits,
                                   bool enable_pdl, cudaStream_t stream) {
   constexpr uint32_t kMostBytes = 113 << 10;  // of two CTAs on an SM
-  if (splits == 0 || splits > kOneRowSplits || (splits & (splits - 1)) != 0) {
+  if (splits == 0 || splits > Traits::End::kMostSplits || (splits & (splits - 1)) != 0) {
     return cudaErrorInvalidValue;
   }
   params.part = ceil_div<uint32_t>(params.k, Traits::kStep * splits) * Traits::kStep;
@@ -289,7 +289,13 @@ inline cudaError_t launch_one_row(typename Traits::End::Params params, uint32_t 
     return cudaErrorInvalidValue;
   }
   const auto kernel = one_row_kernel<Traits>;
-  cudaError_t error = cudaFuncSetAttribute(
+  // CTAs of the kernels before and after find room beside these only where an SM has set enough
+  // memory aside: otherwise they wait until it is empty.
+  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                           cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           Traits::kSharedPercent);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(
       reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess && splits > 8) {
     error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),

@@ -26,6 +26,7 @@ class OneRowHeads {
  public:
   using Params = OneRowHeadsParams;
   static constexpr bool kByFirst = true;
+  static constexpr uint32_t kMostSplits = 8;
   static constexpr uint32_t kSharedBytes = 32 * sizeof(Lane);
 
   __device__ __forceinline__ static void prepare(const Params& params, uint32_t head,

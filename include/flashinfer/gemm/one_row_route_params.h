@@ -2,13 +2,16 @@
 #pragma once
 
 #include <flashinfer/gemm/one_row_params.h>
-#include <flashinfer/moe/moe_params.h>
 
 namespace flashinfer {
 
-// `out` gets the logits; the route's are not used.
+// `out` gets the logits.
 struct OneRowRouteParams : OneRowParams {
-  MoeRouteParams route;
+  float* weights;    // [top_k]
+  int32_t* experts;  // [top_k], from the best one on
+  uint32_t top_k;
+  bool renormalize;  // weights sum to `scale`; else they are shares of all experts
+  float scale;       // factor of all weights
 };
 
 }  // namespace flashinfer

@@ -29,6 +29,9 @@ struct MoeTokenTraits {
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtas = 4;  // of an SM
+  // CTAs of the second kernel find room beside those of the first, and those of the next kernel
+  // beside theirs, only where an SM has set enough memory aside: 64 KB.
+  static constexpr int kSharedPercent = 28;
   static constexpr int kWide = 8;  // elements of a lane
   static constexpr int kStep = 32 * kWide;
   static constexpr int kUpLoads = 8;     // steps, of two rows each
@@ -271,8 +274,12 @@ template <typename Traits>
 inline cudaError_t launch_moe_token_kernel(void (*kernel)(MoeTokenParams), uint32_t warps,
                                            uint32_t bytes, const MoeTokenParams& params,
                                            uint32_t num_sms, bool enable_pdl, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                           cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           Traits::kSharedPercent);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const uint32_t needed = ceil_div<uint32_t>(warps, Traits::kWarps), most = Traits::kCtas * num_sms;
   return launch_kernel(kernel, dim3(needed < most ? needed : most), dim3(Traits::kThreads), bytes,
