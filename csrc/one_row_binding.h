@@ -48,8 +48,8 @@ inline OneRowParams take_product(const ffi::Tensor& a, const ffi::Tensor& b,
   return params;
 }
 
-// Checks the norm's tensors (residual_out, normed_out, residual, norm_weight, eps), when those of the
-// product and `written`, which it writes, have been checked.
+// Checks the norm's tensors (residual_out, normed_out, residual, norm_weight, eps), when those of
+// the product and `written`, which it writes, have been checked.
 inline void take_norm(ffi::Args args, OneRowParams& params, const ffi::Tensor& a,
                       const ffi::Tensor& b, const ffi::Tensor& bias,
                       std::initializer_list<ffi::Tensor> written) {

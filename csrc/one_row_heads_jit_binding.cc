@@ -70,8 +70,7 @@ FLASHINFER_FFI_EXPORT(one_row_heads, args) {
     ffi::raise("ValueError",
                "`b` must have columns for queries and %lld heads of keys and of values, %lld each, "
                "got shape %s",
-               static_cast<long long>(heads), static_cast<long long>(kDim),
-               b.shape_text().c_str());
+               static_cast<long long>(heads), static_cast<long long>(kDim), b.shape_text().c_str());
   }
   ffi::check_dtype(q, kDtype);
   ffi::check_shape(q, {1, queries, kDim});
@@ -91,8 +90,9 @@ FLASHINFER_FFI_EXPORT(one_row_heads, args) {
     if (tensor) alignment.rows(tensor);
   }
   if (!alignment.vectorizable()) {
-    ffi::raise("ValueError", "rows of `q_out`, `q_weight`, `k_weight`, `cos_sin_cache` and "
-                             "`paged_kv_cache` must be aligned to 16 bytes");
+    ffi::raise("ValueError",
+               "rows of `q_out`, `q_weight`, `k_weight`, `cos_sin_cache` and "
+               "`paged_kv_cache` must be aligned to 16 bytes");
   }
   rope.table = ffi::make_page_table(pages.batch_indices, pages.positions, pages.kv_indices,
                                     pages.kv_indptr, 1, num_pages, pages.page_size);

@@ -1,7 +1,7 @@
 //   one_row_route(logits, a, b, bias, splits, enable_pdl, weight_ready, norm, route)
 //
-// The product of one_row() with a norm, which gives the logits of a token's experts, and the choice of
-// those with the largest ones. Tuples:
+// The product of one_row() with a norm, which gives the logits of a token's experts, and the choice
+// of those with the largest ones. Tuples:
 //
 //   norm     (residual_out, normed_out, residual, norm_weight, eps)
 //   route    (topk_values, topk_indices, renormalize, routed_scaling_factor)

@@ -206,9 +206,9 @@ bool check_heads(Random& random) {
   if (launch_one_row_heads<Rope, kColumns>(params, 1, false, nullptr) != cudaSuccess) return false;
   if (!test.has_norm()) return false;
 
-  const size_t row = (size_t{static_cast<size_t>(indices[3 * request + slot / kSlots])} * kSlots +
-                      slot % kSlots) *
-                     heads * kColumns;
+  const size_t row =
+      (size_t{static_cast<size_t>(indices[3 * request + slot / kSlots])} * kSlots + slot % kSlots) *
+      heads * kColumns;
   for (int head = 0; head < queries + 2 * heads; ++head) {
     const int which = head < queries ? 0 : head < queries + heads ? 1 : 2;
     const int number = head - (which > 0 ? queries : 0) - (which == 2 ? heads : 0);

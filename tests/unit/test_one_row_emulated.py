@@ -17,7 +17,9 @@ def find_fault(emulator: Emulator, full: bool) -> str:
     """What the emulation says; empty if all is right."""
     emulator.substitute(HEADER, "extern __shared__ __align__(128) char shared[];", "")
     emulator.substitute(HEADER, "(shared);", "(dynamic_shared);")
-    emulator.substitute(ROPE, "extern __shared__ float2 rotations[];", "float2* rotations = nullptr;")
+    emulator.substitute(
+        ROPE, "extern __shared__ float2 rotations[];", "float2* rotations = nullptr;"
+    )
     program = emulator.build("one_row_emulation.cc", ["-DEMULATION_ARCH=900"])
     done = emulator.call([program, "100" if full else "10"])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""

@@ -90,7 +90,7 @@ inline constexpr uint32_t kOneRowReceived =
 template <typename Traits>
 inline constexpr uint32_t one_row_shared_bytes(uint32_t filled) {
   return filled * sizeof(typename Traits::T) + Traits::End::kSharedBytes +
-         (Traits::kWarps * Traits::kColumns + kOneRowReceived<Traits>) * sizeof(float);
+         (Traits::kWarps * Traits::kColumns + kOneRowReceived<Traits>)*sizeof(float);
 }
 
 // A thread's part of the norm's weight.
@@ -257,7 +257,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 #pragma unroll
     for (int w = 0; w < Traits::kWarps; ++w) sum += warp_sums[w * Traits::kColumns + i];
     const uint32_t owner = (i << halvings) / Traits::kColumns;
-    ptx::cluster_store(ptx::cluster_address(received + rank * share + (i & (share - 1)), owner), sum);
+    ptx::cluster_store(ptx::cluster_address(received + rank * share + (i & (share - 1)), owner),
+                       sum);
   }
   if (splits > 1) {
     ptx::cluster_arrive();
@@ -272,8 +273,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
 
 #ifndef __CUDACC_RTC__
 
-// n and k are multiples of 8, rows begin at multiples of 16 bytes. cudaErrorInvalidValue if the part
-// of `a` exceeds the shared memory, or if so many CTAs cannot divide k.
+// n and k are multiples of 8, rows begin at multiples of 16 bytes. cudaErrorInvalidValue if the
+// part of `a` exceeds the shared memory, or if so many CTAs cannot divide k.
 template <typename Traits>
 inline cudaError_t launch_one_row(typename Traits::End::Params params, uint32_t splits,
                                   bool enable_pdl, cudaStream_t stream) {
@@ -291,12 +292,12 @@ inline cudaError_t launch_one_row(typename Traits::End::Params params, uint32_t 
   const auto kernel = one_row_kernel<Traits>;
   // CTAs of the kernels before and after find room beside these only where an SM has set enough
   // memory aside: otherwise they wait until it is empty.
-  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                           cudaFuncAttributePreferredSharedMemoryCarveout,
-                                           Traits::kSharedPercent);
+  cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributePreferredSharedMemoryCarveout, Traits::kSharedPercent);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(
-      reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess && splits > 8) {
     error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                  cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

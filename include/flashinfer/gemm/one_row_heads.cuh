@@ -86,9 +86,8 @@ class OneRowHeads {
     const uint32_t number = head - segment.first_cta;
     if (segment.appends) {
       if (!lane.slot.exists) return;
-      auto* const out =
-          detail::rope_row<typename Rope::TOut>(segment.out, lane.slot.slot, number) +
-          lane.slot.page * segment.out.stride_page;
+      auto* const out = detail::rope_row<typename Rope::TOut>(segment.out, lane.slot.slot, number) +
+                        lane.slot.page * segment.out.stride_page;
       detail::store_heads<Rope::kScaleCache>(out, segment, unit, 1, a, b);
     } else {
       auto* const out = detail::rope_row<typename Rope::TRow>(segment.out, 0, number);

@@ -1,6 +1,6 @@
-// Ends a product of one row whose columns are logits of experts: stores them, and chooses those with
-// the largest ones, whose weights are a softmax. One cluster has all columns; the first warp of its
-// first CTA chooses.
+// Ends a product of one row whose columns are logits of experts: stores them, and chooses those
+// with the largest ones, whose weights are a softmax. One cluster has all columns; the first warp
+// of its first CTA chooses.
 //
 // A number of 32 bits orders experts: the rounded logit's, then which one it is. So one maximum
 // over the warp finds the next expert with its logit, where moe/route.cuh, which compares scores in

@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const uint32_t units = params.top_k * params.inner;
   const uint32_t warps = gridDim.x * Traits::kWarps;
   uint32_t unit = blockIdx.x * Traits::kWarps + threadIdx.x / 32;
-  int32_t expert = unit < units ? detail::moe_token_expert<Traits>(params, unit / params.inner) : -1;
+  int32_t expert =
+      unit < units ? detail::moe_token_expert<Traits>(params, unit / params.inner) : -1;
   detail::moe_token_choice<Traits>(params, choice);
 
   // A part of two rows is loaded next.
@@ -277,9 +278,9 @@ template <typename Traits>
 inline cudaError_t launch_moe_token_kernel(void (*kernel)(MoeTokenParams), uint32_t warps,
                                            uint32_t bytes, const MoeTokenParams& params,
                                            uint32_t num_sms, bool enable_pdl, cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                           cudaFuncAttributePreferredSharedMemoryCarveout,
-                                           Traits::kSharedPercent);
+  cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributePreferredSharedMemoryCarveout, Traits::kSharedPercent);
   if (error != cudaSuccess) return error;
   error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
