@@ -22,7 +22,9 @@ def _route_reference(
     renormalize: bool = True,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
-    """Logits of add_rmsnorm_mm_bf16, rounded; the largest shares of their softmax.
+    """logits = rmsnorm(input + residual) @ b + bias, rounded; weight = softmax(logits)[expert].
+
+    The experts are those with the largest logits.
 
     Source: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019; N. Shazeer et al.,
     "Outrageously Large Neural Networks", 2017.
@@ -32,7 +34,8 @@ def _route_reference(
     )
     logits = product.to(input.dtype)
     shares = logits.double().softmax(-1)
-    chosen = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    chosen = order[:, :top_k].clone(memory_format=torch.contiguous_format)
     weights = shares.gather(1, chosen)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
