@@ -54,6 +54,42 @@ def _build_normed(case: Namespace, device: str) -> Arguments:
     }
 
 
+def _heads(case: Namespace) -> int:
+    return int(case.num_qo_heads + 2 * case.num_kv_heads)
+
+
+def _build_heads(case: Namespace, device: str) -> Arguments:
+    """One row; its request has one page."""
+    dim = case.head_dim
+    row = _build_normed(
+        Namespace(hidden_size=case.hidden_size, output_size=dim * _heads(case)), device
+    )
+    del row["out"]
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    cache = torch.zeros(2, 1, 16, case.num_kv_heads, dim, dtype=torch.bfloat16, device=device)
+    weights = torch.ones(2, dim, dtype=torch.bfloat16, device=device)
+    return {
+        **row,
+        "cos_sin_cache": torch.ones(64, dim, device=device),
+        "pos_ids": zero,
+        "paged_kv_cache": tuple(cache.unbind()),
+        "kv_indices": zero,
+        "kv_indptr": torch.arange(2, dtype=torch.int32, device=device),
+        "batch_indices": zero,
+        "positions": zero,
+        "q_weight": weights[0],
+        "k_weight": weights[1],
+        "q_out": torch.empty(1, case.num_qo_heads, dim, dtype=torch.bfloat16, device=device),
+    }
+
+
+def _build_route(case: Namespace, device: str) -> Arguments:
+    sizes = Namespace(hidden_size=case.hidden_size, output_size=case.num_experts)
+    row = _build_normed(sizes, device)
+    del row["out"]
+    return {**row, "top_k": case.top_k}
+
+
 def _build_groupwise(case: Namespace, device: str) -> Arguments:
     m, n, blocks = case.batch_size, case.output_size, case.hidden_size // _SCALE_BLOCK
     return {
@@ -125,6 +161,45 @@ register(
             12.0 * arguments["input"].shape[1] ** 0.5, 64
         ),
         backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_bf16")},
+    )
+)
+register(
+    Routine(
+        name="add_rmsnorm_mm_rope_append_bf16",
+        api="flashinfer.gemm:add_rmsnorm_mm_rope_append_bf16",
+        flags=[
+            Flag("hidden_size", positive, 2048, "elements of the row, at most 4096"),
+            Flag("num_qo_heads", positive, 32, "heads of queries"),
+            Flag("num_kv_heads", positive, 4, "heads of keys and values"),
+            Flag("head_dim", positive, 128, "elements of a head, 64 or 128"),
+        ],
+        build=_build_heads,
+        reads=["input", "residual", "norm_weight", "b"],
+        writes=["q_out", "residual_out", "normed_out"],
+        flops=lambda case: 2 * case.hidden_size * case.head_dim * _heads(case),
+        check_options=lambda template, arguments: _options(
+            12.0 * arguments["input"].shape[1] ** 0.5, 64
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_rope_append_bf16")},
+    )
+)
+register(
+    Routine(
+        name="add_rmsnorm_mm_route_bf16",
+        api="flashinfer.gemm:add_rmsnorm_mm_route_bf16",
+        flags=[
+            Flag("hidden_size", positive, 2048, "elements of the row, at most 4096"),
+            Flag("num_experts", positive, 128, "columns of the product"),
+            Flag("top_k", positive, 8, "experts of the row"),
+        ],
+        build=_build_route,
+        reads=["input", "residual", "norm_weight", "b"],
+        writes=["residual_out", "normed_out"],
+        flops=lambda case: int(2 * case.num_experts * case.hidden_size),
+        check_options=lambda template, arguments: _options(
+            12.0 * arguments["input"].shape[1] ** 0.5, 64
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_route_bf16")},
     )
 )
 register(

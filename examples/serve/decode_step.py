@@ -222,6 +222,15 @@ class NotedGate:
         self.last[len(x)] = logits = self.gate(x)
         return logits
 
+    @property
+    def routes(self) -> bool:
+        return getattr(self.gate, "routes", False)
+
+    def route(self, x: Sum, chosen: int, renormalize: bool) -> tuple[torch.Tensor, ...]:
+        weights, numbers, logits = self.gate.route(x, chosen, renormalize)
+        self.last[len(x)] = logits
+        return weights, numbers, logits
+
 
 def note_routes(model: Model) -> None:
     """Let `weight_bytes` count the experts that a step really chose; before a graph is captured."""

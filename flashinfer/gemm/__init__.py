@@ -20,6 +20,8 @@ from .groupwise import (
     group_gemm_fp8_nt_groupwise_contiguous as group_gemm_fp8_nt_groupwise_contiguous,
 )
 from .normed import add_rmsnorm_mm_bf16 as add_rmsnorm_mm_bf16
+from .normed_heads import add_rmsnorm_mm_rope_append_bf16 as add_rmsnorm_mm_rope_append_bf16
+from .normed_route import add_rmsnorm_mm_route_bf16 as add_rmsnorm_mm_route_bf16
 from .prepared import PreparedBatchDeepGemmFp8NtGroupwise as PreparedBatchDeepGemmFp8NtGroupwise
 from .prepared import (
     PreparedGroupGemmFp8NtGroupwiseContiguous as PreparedGroupGemmFp8NtGroupwiseContiguous,

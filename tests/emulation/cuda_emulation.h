@@ -168,6 +168,10 @@ inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 
 inline bool __all_sync(unsigned mask, bool predicate) { return !__any_sync(mask, !predicate); }
 
+inline void sincospif(float x, float* sin, float* cos) {
+  *sin = static_cast<float>(std::sin(M_PI * x));
+  *cos = static_cast<float>(std::cos(M_PI * x));
+}
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 inline uint32_t __float_as_uint(float x) { return emulation::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bit_cast<float>(x); }

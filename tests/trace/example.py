@@ -6,6 +6,9 @@ The calls are in the other files ``example_*.py``. The files are committed, and
 ``test_definitions.py`` checks that the code writes them. This run also writes their list, which is:
 
     add_rmsnorm_mm_bf16_n128_k2048.json
+    add_rmsnorm_mm_rope_append_bf16_hnd_k2048_n5120_d128_kv4_ps16_cos_sin_cache_f32_pos_ids_int32_q_weight_k_weight.json
+    add_rmsnorm_mm_rope_append_bf16_k2048_n5120_d128_kv4_ps16_cos_sin_cache_f32_pos_ids_int32_q_weight_k_weight.json
+    add_rmsnorm_mm_route_bf16_e128_k2048_topk8.json
     append_paged_kv_cache_fused_hnd_ps16_kv8_d128.json
     append_paged_kv_cache_fused_ps16_kv8_d128.json
     append_paged_kv_cache_hnd_ps16_kv8_d128.json

@@ -141,9 +141,24 @@ def call_products(dtype) -> None:
     row, norm = torch.randn(1, 2048, dtype=dtype), torch.ones(2048, dtype=dtype)
     router = torch.randn(2048, 128, dtype=dtype)
     flashinfer.gemm.add_rmsnorm_mm_bf16(row, row.clone(), norm, router)
+    flashinfer.gemm.add_rmsnorm_mm_route_bf16(row, row.clone(), norm, router, 8)
+    call_heads_of_a_row(row, norm)
     call_groupwise_products()
     call_weight_only_products()
     call_mixtures(dtype)
+
+
+def call_heads_of_a_row(row, norm) -> None:
+    """Attention of Qwen3 30B A3B: the first token of a request, with pages of 16."""
+    qkv, weights = row.new_zeros(2048, 5120), row.new_ones(2, 128).unbind()
+    zero, pages = torch.zeros(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    for layout, inner in (("NHD", (16, 4)), ("HND", (4, 16))):
+        caches = row.new_zeros(2, 2, *inner, 128).unbind()
+        flashinfer.gemm.add_rmsnorm_mm_rope_append_bf16(
+            *(row, row.clone(), norm, qkv, torch.zeros(100, 128), zero, caches),
+            *(pages[:1], pages, zero, zero, *weights),
+            kv_layout=layout,
+        )
 
 
 def call_mixtures(dtype) -> None:

@@ -166,6 +166,19 @@ def adds_to_the_result(operation: Operation, name: str, arguments: dict[str, Any
     assert not _same(usual, {k: v for k, v in changed.items() if k in usual})
 
 
+def adds_to_the_product(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A vector of zeros for the columns of the product is what None means; another one counts."""
+    b = arguments["b"]
+    usual = _call(operation, arguments)
+    shared = {**usual, name: torch.zeros_like(b[0])}
+    assert _same(shared, _call(operation, {**arguments, name: torch.zeros_like(b[0])}))
+    some = torch.arange(b.shape[1], device=b.device).to(b.dtype)
+    assert not _same(usual, _call(operation, {**arguments, name: some}))
+    for wrong in (some[:-8], some.float()):
+        with pytest.raises(ValueError, match=name):
+            operation.api(**{**arguments, name: wrong})
+
+
 def scales_the_result(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
     """A global scale of one is what None means; another one counts."""
     usual = _call(operation, {**arguments, name: None})
@@ -263,6 +276,18 @@ CASES: dict[str, Callable[..., None]] = {
 }
 
 SUM_CASES = CASES | {"out": receives(0), "residual_out": receives(1), "normed_out": receives(2)}
+HEAD_CASES = SUM_CASES | {
+    "bias": adds_to_the_product,
+    "head_eps": changes_the_result(5.0),
+    "q_out": receives(0),
+}
+ROUTE_CASES = CASES | {
+    "bias": adds_to_the_product,
+    "renormalize": changes_the_result(False),
+    "residual_out": receives(3),
+    "normed_out": receives(4),
+    "routed_scaling_factor": changes_the_result(2.5),
+}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +311,11 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
     if operation.template.op_type in moe_cases.OP_TYPES:
         general = moe_cases.CASES
     planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES, **segment_cases.CASES}
-    planned |= table_cases.CASES | {"add_rmsnorm_mm_bf16": SUM_CASES}
+    planned |= table_cases.CASES | {
+        "add_rmsnorm_mm_bf16": SUM_CASES,
+        "add_rmsnorm_mm_rope_append_bf16": HEAD_CASES,
+        "add_rmsnorm_mm_route_bf16": ROUTE_CASES,
+    }
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"
     cases[name](operation, name, operation.arguments(device=device))

@@ -32,6 +32,7 @@ BASE_LAYERS = {
 FAMILY_EDGES: dict[tuple[str, str], str] = {
     ("norm", "activation"): "a norm with an activation behind is one kernel",
     ("norm", "quantization"): "a norm whose result is quantised in groups is one kernel",
+    ("gemm", "rope"): "a row's product whose columns are heads, which it turns, is one kernel",
     ("comm", "quantization"): "a sum over ranks, normed and quantised, is one kernel",
     ("quantization", "activation"): "a gated activation with quantised output is one kernel",
 }

@@ -195,8 +195,12 @@ class Attention(Body):
     def __call__(
         self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: torch.Tensor
     ) -> torch.Tensor:
-        q, k, v, gate = in_tiles(batch.tile, self._project, x)
-        q = self._place(q, k, v, batch, cache)
+        if isinstance(x, Sum) and self._is_one_kernel:
+            q = self._project_and_place(x, batch, cache)
+            gate = q[:, :0]
+        else:
+            q, k, v, gate = in_tiles(batch.tile, self._project, x)
+            q = self._place(q, k, v, batch, cache)
         return in_tiles(batch.tile, self._finish, self._attend(q, batch, cache), gate)
 
     def parts(
@@ -206,10 +210,14 @@ class Attention(Body):
         q = x.new_zeros(rows, spec.heads, spec.dim)
         k = x.new_zeros(rows, spec.kv_heads, spec.dim)
         gate = q if self.gated else q[:, :0]
+
+        def place(row: Sum) -> torch.Tensor:
+            return self._project_and_place(row, batch(), cache)
+
         turn = [] if self._is_fused else [lambda: self._turn(q, k, batch().rotations)]
         return [
             lambda: self.qkv(x),
-            *sum_parts(self.qkv, x),
+            *sum_parts(self.qkv, x, place if self._is_one_kernel else None),
             *turn,
             lambda: self._place(q, k, k, batch(), cache),
             lambda: self._finish(q.flatten(1), gate),
@@ -242,6 +250,30 @@ class Attention(Body):
             and not any(norm.plus_one for norm in norms)
             and (not norms or self.spec.dim in (16, 32, 64, 128, 256, 512))
             and hasattr(kernels.rope, "rope_append_paged_kv_cache")
+        )
+
+    @property
+    def _is_one_kernel(self) -> bool:
+        """Whether the product of a `Sum` does what `_place` does, too."""
+        makes = getattr(self.qkv, "makes_heads", None)
+        return self._is_fused and not self.gated and makes is not None and makes(self.spec.dim)
+
+    def _project_and_place(self, x: Sum, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        """Queries of one row; its keys and values are in their pages."""
+        assert self.rope is not None
+        weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        rounds = cache.dtype != x.x.dtype
+        return self.qkv.heads(
+            x,
+            self.rope.cos_sin,
+            batch.rotations,
+            cache.unbind(1),
+            *(batch.kv_indices, batch.kv_indptr, batch.batch_indices, batch.positions),
+            *weights,
+            head_eps=self._norms[0].eps if self._norms else 0.0,
+            is_neox=self.rope.halves,
+            quant_scale_k=1 / self.k_scale if rounds else 1.0,
+            quant_scale_v=1 / self.v_scale if rounds else 1.0,
         )
 
     def _place(

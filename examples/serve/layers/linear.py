@@ -17,6 +17,7 @@ BLOCK = 128
 """Elements along a side of what shares a scale."""
 LARGE = 1 << 26
 """Elements of a matrix beyond which cuBLAS multiplies a row faster."""
+_HEADS, _ROUTE = "add_rmsnorm_mm_rope_append_bf16", "add_rmsnorm_mm_route_bf16"
 
 
 class Product(Protocol):
@@ -98,6 +99,31 @@ class Linear:
         name = "add_rmsnorm_mm_bf16"
         return self._is_ready and self.inputs <= 4096 and hasattr(kernels.gemm, name)
 
+    def makes_heads(self, dim: int) -> bool:
+        """Whether `heads` knows heads of `dim` elements."""
+        return self.takes_sums and dim in (64, 128) and hasattr(kernels.gemm, _HEADS)
+
+    def heads(self, x: Sum, *args: Any, **options: Any) -> torch.Tensor:
+        """Queries of a `Sum`, turned, with keys and values in the cache."""
+        row = x.x, x.residual, x.weight, self.weight
+        outs = {"residual_out": x.total, "normed_out": x.normed}
+        made = getattr(kernels.gemm, _HEADS)(
+            *row, *args, bias=self.bias, eps=x.eps, **outs, **options, weight_ready=True
+        )
+        return made[0]
+
+    @property
+    def routes(self) -> bool:
+        """Whether `route` takes its results for logits of experts."""
+        few = self.weight.shape[1] <= 128
+        return self.takes_sums and few and hasattr(kernels.gemm, _ROUTE)
+
+    def route(self, x: Sum, chosen: int, renormalize: bool) -> tuple[torch.Tensor, ...]:
+        """Weights and numbers of experts for a `Sum`, and their logits."""
+        row = x.x, x.residual, x.weight, self.weight, chosen, self.bias, x.eps, renormalize
+        outs = {"residual_out": x.total, "normed_out": x.normed}
+        return getattr(kernels.gemm, _ROUTE)(*row, **outs, weight_ready=True)[:3]
+
     def __call__(self, x: torch.Tensor | Sum) -> torch.Tensor:
         if isinstance(x, Sum):
             row = x.x, x.residual, x.weight, self.weight, self.bias, x.eps
@@ -127,11 +153,13 @@ def takes_sums(product: Product) -> bool:
     return getattr(product, "takes_sums", False)
 
 
-def sum_parts(product: Product, x: torch.Tensor) -> list[Callable[[], Any]]:
-    """As `Body.parts`: the product of a `Sum` like `x`, if there is one."""
+def sum_parts(
+    product: Product, x: torch.Tensor, call: Callable[[Sum], Any] | None = None
+) -> list[Callable[[], Any]]:
+    """As `Body.parts`: the product of a `Sum` like `x`, by `call` if given, if there is one."""
     if len(x) != 1 or not takes_sums(product):
         return []
-    return [lambda: product(Sum(x, x, x[0], 1.0))]
+    return [lambda: (call or product)(Sum(x, x, x[0], 1.0))]
 
 
 @functools.cache

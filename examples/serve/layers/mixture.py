@@ -82,9 +82,14 @@ class Mixture(Body):
         return takes_sums(self.router.gate)
 
     def __call__(self, x: torch.Tensor | Sum, batch: Batch, cache: Any = None) -> torch.Tensor:
-        logits = self.router.gate(x)
-        x = x.normed if isinstance(x, Sum) else x
-        out = self._routed(x, logits)
+        if isinstance(x, Sum) and self._is_one_kernel:
+            weights, numbers, _ = self._choose(x)
+            x = x.normed
+            out = self.experts(x, weights, numbers)
+        else:
+            logits = self.router.gate(x)
+            x = x.normed if isinstance(x, Sum) else x
+            out = self._routed(x, logits)
         return out if self.shared is None else out.add_(self.shared(x))
 
     def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
@@ -95,11 +100,21 @@ class Mixture(Body):
             lambda: self.experts(x, weights, numbers.repeat(len(x), 1)),
             lambda: self._routed(x, logits),  # the same experts' kernels, and the router's
             lambda: self.router.gate(x),
-            *sum_parts(self.router.gate, x),
+            *sum_parts(self.router.gate, x, self._choose if self._is_one_kernel else None),
         ]
         if (shared := self.shared) is not None:
             parts += shared.parts(x, batch)
         return parts
+
+    @property
+    def _is_one_kernel(self) -> bool:
+        """Whether the product of a `Sum` chooses experts, too."""
+        return isinstance(self.router, SoftmaxRouter) and getattr(self.router.gate, "routes", False)
+
+    def _choose(self, x: Sum) -> tuple[torch.Tensor, ...]:
+        """Weights and numbers of experts, and logits."""
+        router: Any = self.router
+        return router.gate.route(x, router.chosen, router.renormalize)
 
     def _routed(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The experts' part, by one call for routers that it knows."""

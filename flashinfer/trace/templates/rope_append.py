@@ -33,7 +33,7 @@ def _cached(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return scaled.clamp(-limit, limit) if dtype.itemsize == 1 else scaled
 
 
-def _reference(
+def _rope_append_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -171,7 +171,7 @@ def _template(suffix: str, kv_layout: str) -> TraceTemplate:
         options={"is_neox": (True, False), "kv_layout": (kv_layout,)},
         hints=["enable_pdl"],
         tags=["status:verified", "fused"],
-        reference=_reference,
+        reference=_rope_append_reference,
         init=functools.partial(_init, kv_layout),
     )
 

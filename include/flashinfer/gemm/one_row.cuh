@@ -1,11 +1,12 @@
 // A row times weights [k, n] that are read once: out = a b + bias. With a norm the row is that of
-// the sum of `a` and a residual, which each CTA computes.
+// the sum of `a` and a residual, which each CTA computes. What becomes of the product is the
+// business of an `End`: it is stored, or finished by what would be the next kernel.
 //
 // A CTA has kColumns columns and a part of k, which the CTAs of a cluster divide. A thread has
 // eight columns and every so many rows of b; it multiplies 16 bytes at a time in float, while the
 // next kLoads such loads are on their way. Where the weights are ready, the first of them begin
 // before the kernel before ends. Sums are added in a fixed order: of a warp's threads, of the
-// warps, of the cluster's CTAs.
+// warps, of the cluster's CTAs, which send theirs to the CTA that finishes a column.
 //
 // Measurements, also of what lost: docs/tuning/serving_step.md.
 #pragma once
@@ -21,9 +22,51 @@
 
 namespace flashinfer {
 
-template <typename T_, int kColumns_, bool kNorm_ = false>
+// Stores the product; the CTAs of a cluster have a share of the columns each. An `End` has
+//
+//   Params           OneRowParams, or derived from it
+//   kByFirst         the first CTA of a cluster has all columns
+//   kMostSplits      CTAs that divide k, a power of two: at most as many, and at most 16
+//   kSharedBytes     of its own shared memory, a multiple of 16
+//   prepare          called where weights may be loaded, if kByFirst by that CTA alone
+//   finish           called with columns [first, first + share) in `received` [splits][share]
+template <typename T>
+struct OneRowStore {
+  using Params = OneRowParams;
+  static constexpr bool kByFirst = false;
+  static constexpr uint32_t kMostSplits = 8;
+  static constexpr uint32_t kSharedBytes = 0;
+
+  __device__ __forceinline__ static void prepare(const Params&, uint32_t, char*) {}
+
+  __device__ __forceinline__ static void finish(const Params& params, uint32_t first,
+                                                uint32_t share, const float* received,
+                                                uint32_t splits, char*) {
+    for (uint32_t at = 2 * threadIdx.x; at < share; at += 2 * blockDim.x) {
+      float y[2] = {};
+      for (uint32_t s = 0; s < splits; ++s) {
+        y[0] += received[s * share + at];
+        y[1] += received[s * share + at + 1];
+      }
+      const uint32_t c = first + at;
+      if (c >= params.n) continue;
+      if (params.bias != nullptr) {
+        Vector<T, 2> bias;
+        bias.load(static_cast<const T*>(params.bias) + c);
+        y[0] += bias[0];
+        y[1] += bias[1];
+      }
+      Vector<T, 2> result;
+      result.from_floats(y);
+      result.store(static_cast<T*>(params.out) + c);
+    }
+  }
+};
+
+template <typename T_, int kColumns_, bool kNorm_ = false, typename End_ = OneRowStore<T_>>
 struct OneRowTraits {
   using T = T_;
+  using End = End_;
   static constexpr int kColumns = kColumns_;  // 64 or 128
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
@@ -33,15 +76,21 @@ struct OneRowTraits {
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
   static constexpr int kCtas = 3;                   // of an SM
+  static constexpr int kSharedPercent = 28;         // 64 KB
   static constexpr bool kNorm = kNorm_;
   static constexpr int kNormLoads = 2;  // vectors of a thread: k is at most 4096 with a norm
 };
 
-// For the sums of warps and CTA, and for the part of `a`.
+// Sums that a CTA receives: of all of a cluster's columns, or of its share.
+template <typename Traits>
+inline constexpr uint32_t kOneRowReceived =
+    (Traits::End::kByFirst ? Traits::End::kMostSplits : 1) * Traits::kColumns;
+
+// For the sums of warps and CTAs, for the end, and for the part of `a`.
 template <typename Traits>
 inline constexpr uint32_t one_row_shared_bytes(uint32_t filled) {
-  return filled * sizeof(typename Traits::T) +
-         (Traits::kWarps + 1) * Traits::kColumns * sizeof(float);
+  return filled * sizeof(typename Traits::T) + Traits::End::kSharedBytes +
+         (Traits::kWarps * Traits::kColumns + kOneRowReceived<Traits>)*sizeof(float);
 }
 
 // A thread's part of the norm's weight.
@@ -117,16 +166,18 @@ __device__ __forceinline__ void one_row_norm(const OneRowParams& params,
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
-    one_row_kernel(const __grid_constant__ OneRowParams params) {
+    one_row_kernel(const __grid_constant__ typename Traits::End::Params params) {
   using T = typename Traits::T;
+  using End = typename Traits::End;
   constexpr int kWide = Traits::kWide, kLoads = Traits::kLoads;
   extern __shared__ __align__(128) char shared[];
   float* warp_sums = reinterpret_cast<float*>(shared);  // [kWarps][kColumns]
-  float* sums = warp_sums + Traits::kWarps * Traits::kColumns;
-  T* part = reinterpret_cast<T*>(sums + Traits::kColumns);  // [filled]
+  float* received = warp_sums + Traits::kWarps * Traits::kColumns;
+  char* const end_shared = reinterpret_cast<char*>(received + kOneRowReceived<Traits>);
+  T* part = reinterpret_cast<T*>(end_shared + End::kSharedBytes);  // [filled]
 
   const uint32_t splits = ptx::cluster_size(), rank = ptx::cluster_rank();
-  const uint32_t first_column = blockIdx.x / splits * Traits::kColumns;
+  const uint32_t tile = blockIdx.x / splits, first_column = tile * Traits::kColumns;
   const uint32_t begin = rank * params.part;
   const uint32_t column = first_column + threadIdx.x % Traits::kAcross * kWide;
   const uint32_t own_row = threadIdx.x / Traits::kAcross;
@@ -135,6 +186,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   const uint32_t rows_left = column < params.n ? there : 0;
   const T* weights = static_cast<const T*>(params.b) + (begin + own_row) * params.b_stride + column;
   const int64_t step = Traits::kStep * params.b_stride;
+  // Sums may be sent to CTAs that have begun.
+  if (splits > 1) ptx::cluster_arrive_relaxed();
 
   Vector<T, kWide> loaded[kLoads];
   OneRowNormWeight<Traits> norm_weight;
@@ -146,6 +199,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     if (own_row + i * Traits::kStep < rows_left) loaded[i].load_streaming(weights);
     weights += step;
   }
+  if (!End::kByFirst || rank == 0) End::prepare(params, tile, end_shared);
   if (params.weight_ready) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
 
@@ -194,11 +248,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     for (int e = 0; e < kWide; ++e) mine[e] = total[e];
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < Traits::kColumns; i += Traits::kThreads) {
+  if (splits > 1) ptx::cluster_wait();
+  // The number of CTAs is a power of two.
+  const uint32_t halvings = End::kByFirst ? 0 : __popc(splits - 1);
+  const uint32_t share = Traits::kColumns >> halvings;
+  for (uint32_t i = threadIdx.x; i < Traits::kColumns; i += Traits::kThreads) {
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < Traits::kWarps; ++w) sum += warp_sums[w * Traits::kColumns + i];
-    sums[i] = sum;
+    const uint32_t owner = (i << halvings) / Traits::kColumns;
+    ptx::cluster_store(ptx::cluster_address(received + rank * share + (i & (share - 1)), owner),
+                       sum);
   }
   if (splits > 1) {
     ptx::cluster_arrive();
@@ -206,42 +266,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   } else {
     __syncthreads();
   }
-  // Pairs of columns; each CTA of the cluster has its share of them.
-  for (uint32_t i = rank + splits * threadIdx.x; i < Traits::kColumns / 2;
-       i += splits * Traits::kThreads) {
-    const uint32_t at = 2 * i;
-    float y[2] = {};
-    for (uint32_t s = 0; s < splits; ++s) {
-      const uint64_t both = ptx::cluster_load_u64(ptx::cluster_address(sums + at, s));
-      y[0] += __uint_as_float(static_cast<uint32_t>(both));
-      y[1] += __uint_as_float(static_cast<uint32_t>(both >> 32));
-    }
-    const uint32_t c = first_column + at;
-    if (c >= params.n) continue;
-    if (params.bias != nullptr) {
-      Vector<T, 2> bias;
-      bias.load(static_cast<const T*>(params.bias) + c);
-      y[0] += bias[0];
-      y[1] += bias[1];
-    }
-    Vector<T, 2> result;
-    result.from_floats(y);
-    result.store(static_cast<T*>(params.out) + c);
-  }
-  if (splits > 1) {  // the others may still read this CTA's sums
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  }
+  if (End::kByFirst && rank != 0) return;
+  End::finish(params, End::kByFirst ? first_column : first_column + rank * share, share, received,
+              splits, end_shared);
 }
 
 #ifndef __CUDACC_RTC__
 
-// n and k are multiples of 8, rows begin at multiples of 16 bytes; `splits` is at most 8.
-// cudaErrorInvalidValue if the part of `a` exceeds the shared memory.
+// n and k are multiples of 8, rows begin at multiples of 16 bytes. cudaErrorInvalidValue if the
+// part of `a` exceeds the shared memory, or if so many CTAs cannot divide k.
 template <typename Traits>
-inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool enable_pdl,
-                                  cudaStream_t stream) {
+inline cudaError_t launch_one_row(typename Traits::End::Params params, uint32_t splits,
+                                  bool enable_pdl, cudaStream_t stream) {
   constexpr uint32_t kMostBytes = 113 << 10;  // of two CTAs on an SM
+  if (splits == 0 || splits > Traits::End::kMostSplits || (splits & (splits - 1)) != 0) {
+    return cudaErrorInvalidValue;
+  }
   params.part = ceil_div<uint32_t>(params.k, Traits::kStep * splits) * Traits::kStep;
   params.filled = ceil_div<uint32_t>(params.part, Traits::kChunk) * Traits::kChunk;
   const uint32_t bytes = one_row_shared_bytes<Traits>(params.filled);
@@ -250,8 +290,18 @@ inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool ena
     return cudaErrorInvalidValue;
   }
   const auto kernel = one_row_kernel<Traits>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // CTAs of the kernels before and after find room beside these only where an SM has set enough
+  // memory aside: otherwise they wait until it is empty.
+  cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributePreferredSharedMemoryCarveout, Traits::kSharedPercent);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && splits > 8) {
+    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                 cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   if (error != cudaSuccess) return error;
   const uint32_t tiles = ceil_div<uint32_t>(params.n, Traits::kColumns);
   return launch_kernel(kernel, dim3(tiles * splits), dim3(Traits::kThreads), bytes, stream,

@@ -28,6 +28,10 @@ __device__ __forceinline__ uint32_t ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+__device__ __forceinline__ float unordered(uint32_t number) {
+  return __uint_as_float(number & 0x80000000u ? number & 0x7fffffffu : ~number);
+}
+
 // The largest value in a warp and where it stands; of equal ones the lowest number.
 struct MoeBest {
   uint32_t value, index;
@@ -130,27 +134,37 @@ class MoeRouter {
     for (int i = 0; i < kPerLane; ++i) score_[i] /= sum;
   }
 
-  // Lane g weighs group g; experts of other groups than the best ones can no longer be chosen.
+  // Experts of other groups than the best ones can no longer be chosen. Neighbouring lanes weigh a
+  // group.
   __device__ __forceinline__ void keep_best_groups() {
     const uint32_t size = params_.num_experts / params_.num_groups;
+    uint32_t lanes = 32;
+    while (lanes * params_.num_groups > 32) lanes /= 2;
+    const uint32_t own = lane_ / lanes;
+    uint32_t best = detail::ordered(-INFINITY), second = best, key = kNone;
     __syncwarp();
-    uint32_t key = kNone;
-    if (lane_ < params_.num_groups) {
-      float best = -INFINITY, second = -INFINITY;
-      for (uint32_t i = 0; i < size; ++i) {
-        const float score = scores_[lane_ * size + i];
-        second = detail::ordered(score) > detail::ordered(best)     ? best
-                 : detail::ordered(score) > detail::ordered(second) ? score
-                                                                    : second;
-        best = detail::ordered(score) > detail::ordered(best) ? score : best;
+    if (own < params_.num_groups) {
+      for (uint32_t i = lane_ % lanes; i < size; i += lanes) {
+        const uint32_t score = detail::ordered(scores_[own * size + i]);
+        second = max(second, min(best, score));
+        best = max(best, score);
       }
-      key = detail::ordered(size > 1 ? best + second : best);
+    }
+    for (uint32_t distance = lanes / 2; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, best, distance);
+      const uint32_t after = __shfl_xor_sync(0xffffffffu, second, distance);
+      second = max(max(second, after), min(best, other));
+      best = max(best, other);
+    }
+    if (own < params_.num_groups) {
+      const float sum = detail::unordered(best) + detail::unordered(second);
+      key = size > 1 ? detail::ordered(sum) : best;
     }
     uint32_t kept = 0;
     for (uint32_t n = 0; n < params_.top_groups; ++n) {
-      detail::MoeBest best = {kept >> lane_ & 1 ? kNone : key, lane_};
-      best.reduce();
-      kept |= 1u << best.index;
+      detail::MoeBest found = {kept >> (own % 32) & 1 ? kNone : key, own};
+      found.reduce();
+      kept |= 1u << found.index;
     }
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {

@@ -15,5 +15,9 @@ inline uint32_t cluster_address(const void* pointer, uint32_t) { return shared_a
 inline uint64_t cluster_load_u64(uint32_t address) {
   return emulated::load_shared<uint64_t>(address);
 }
+template <typename T>
+void cluster_store(uint32_t address, T value) {
+  emulated::store_shared(address, value);
+}
 
 }  // namespace flashinfer::ptx

@@ -21,6 +21,11 @@ inline T load_shared(uint32_t address) {
   return value;
 }
 
+template <typename T>
+inline void store_shared(uint32_t address, const T& value) {
+  std::memcpy(shared_at<T>(address), &value, sizeof(T));
+}
+
 }  // namespace emulated
 
 inline uint4 load_shared_16(uint32_t shared) { return emulated::load_shared<uint4>(shared); }
