@@ -250,8 +250,10 @@ inline cudaError_t launch_one_row(OneRowParams params, uint32_t splits, bool ena
     return cudaErrorInvalidValue;
   }
   const auto kernel = one_row_kernel<Traits>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // The same for all k: threads that launch at a time must not lower each other's limit.
+  const cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (error != cudaSuccess) return error;
   const uint32_t tiles = ceil_div<uint32_t>(params.n, Traits::kColumns);
   return launch_kernel(kernel, dim3(tiles * splits), dim3(Traits::kThreads), bytes, stream,
