@@ -8,7 +8,7 @@ from .._instrument.decorator import flashinfer_api
 from .._instrument.questions import says_where_it_runs
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.normed_product import add_rmsnorm_mm_bf16_trace
-from ._one_row import one_row_kernel
+from ._few_rows import one_row_kernel
 from ._tuning import HOPPER, is_hopper
 
 MOST_K = 4096
