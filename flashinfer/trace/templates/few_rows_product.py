@@ -51,12 +51,15 @@ mm_silu_and_mul_bf16_trace = TraceTemplate(
     "gemm_bf16",
     axes={
         "m": Var("Rows: at most 8."),
-        "n": Const("Columns of the result.", abbrev="n"),
+        "gate_and_up": Const("Columns of the weights.", abbrev=""),
+        "n": Const(
+            "Columns of the result.", abbrev="n", derive=lambda axes: axes["gate_and_up"] // 2
+        ),
         "k": Const("Terms of each sum.", abbrev="k"),
-        "gate_and_up": Const("Columns of the weights: 2 n."),
     },
     inputs={"a": _rows(["m", "k"], "Rows."), "b": _rows(["k", "gate_and_up"], "Gate and values.")},
     outputs={"out": _rows(["m", "n"])},
+    constraints=["gate_and_up == 2 * n"],
     name_prefix="mm_silu_and_mul_bf16",
     reference=_mm_silu_and_mul_bf16_reference,
     init=lambda arguments: _tensors(arguments, a=(3, 64), b=(64, 256)),
