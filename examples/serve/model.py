@@ -157,9 +157,7 @@ class Model:
                 x = in_tiles(batch.tile, partial(self._add, block.after, norm), x, residual)
         return x
 
-    def _last_with_norm(
-        self, number: int, block: Block, norm: Norm, batch: Batch
-    ) -> Linear | None:
+    def _last_with_norm(self, number: int, block: Block, norm: Norm, batch: Batch) -> Linear | None:
         """A block's last product if it computes the norm after it, too."""
         last = block.body.last
         if not isinstance(last, Linear) or not last.adds_norm(len(batch.tokens)):

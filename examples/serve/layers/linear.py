@@ -177,9 +177,7 @@ def sum_parts(product: Product, x: torch.Tensor) -> list[Callable[[], Any]]:
     return [lambda: product(Sum(x, x, x[0], 1.0))]
 
 
-def norm_parts(
-    product: Product, x: torch.Tensor, out: torch.Tensor
-) -> list[Callable[[], Any]]:
+def norm_parts(product: Product, x: torch.Tensor, out: torch.Tensor) -> list[Callable[[], Any]]:
     """As `Body.parts`: the product with the norm after it, if there is one, for rows like `out`."""
     if not (isinstance(product, Linear) and product.adds_norm(len(x))):
         return []

@@ -83,9 +83,7 @@ mm_add_rmsnorm_bf16_trace = TraceTemplate(
     },
     outputs={
         "out": _rows(["m", "n"]),
-        "residual_out": Tensor(
-            ["m", "n"], param="residual", dtype_from="residual", layout="rows"
-        ),
+        "residual_out": Tensor(["m", "n"], param="residual", dtype_from="residual", layout="rows"),
     },
     name_prefix="mm_add_rmsnorm_bf16",
     reference=_mm_add_rmsnorm_bf16_reference,

@@ -1,4 +1,5 @@
-// Up to 8 rows times weights [k, n] that are read once. FewRowsOutput says what becomes of the sums.
+// Up to 8 rows times weights [k, n] that are read once. FewRowsOutput says what becomes of the
+// sums.
 //
 // A CTA has kColumns columns, with a gate half of them from each half of b, and a part of k. Its
 // warps take blocks of 16 rows of b in turn, each on its own: a thread loads eight columns of four
@@ -305,9 +306,9 @@ inline cudaError_t launch_few_rows(FewRowsParams params, bool enable_pdl, cudaSt
   const bool is_early = enable_pdl && Traits::kOutput != FewRowsOutput::kGated;
   params.part = ceil_div<uint32_t>(params.k, Traits::kBlock * params.splits) * Traits::kBlock;
   const auto kernel = few_rows_kernel<Traits>;
-  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           Traits::kSharedBytes);
+  cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (error != cudaSuccess) return error;
   const uint32_t cluster = kIsNorm || params.splits == 1 ? 0 : params.splits;
   error = launch_kernel(kernel, dim3(params.n / Traits::kColumns * params.splits),
