@@ -15,6 +15,11 @@ _SHAPE = [
     Flag("output_size", positive, 4096, "rows of the weight"),
     Flag("hidden_size", positive, 14336, "elements of a row of the weight"),
 ]
+_FEW = [
+    Flag("batch_size", positive, 8, "rows (tokens), at most 8"),
+    Flag("output_size", positive, 4096, "columns of the result"),
+    Flag("hidden_size", positive, 14336, "rows of the weights"),
+]
 _FORMATS = {"int4": 128, "mxfp4": 32, "nvfp4": 16}
 _SCALE_BLOCK = 128
 
@@ -88,6 +93,26 @@ def _build_route(case: Namespace, device: str) -> Arguments:
     row = _build_normed(sizes, device)
     del row["out"]
     return {**row, "top_k": case.top_k}
+
+
+def _build_gated(case: Namespace, device: str) -> Arguments:
+    dtype, m, k, n = torch.bfloat16, case.batch_size, case.hidden_size, case.output_size
+    return {
+        "a": make_tensor(m, k, dtype=dtype, device=device),
+        "b": make_tensor(k, 2 * n, dtype=dtype, device=device) * k**-0.5,
+        "out": torch.empty(m, n, dtype=dtype, device=device),
+    }
+
+
+def _build_before_norm(case: Namespace, device: str) -> Arguments:
+    dtype, m, k, n = torch.bfloat16, case.batch_size, case.hidden_size, case.output_size
+    return {
+        "a": make_tensor(m, k, dtype=dtype, device=device),
+        "b": make_tensor(k, n, dtype=dtype, device=device),
+        "residual": make_tensor(m, n, dtype=dtype, device=device),
+        "norm_weight": make_tensor(n, dtype=dtype, device=device),
+        "out": torch.empty(m, n, dtype=dtype, device=device),
+    }
 
 
 def _build_groupwise(case: Namespace, device: str) -> Arguments:
@@ -185,6 +210,21 @@ register(
 )
 register(
     Routine(
+        name="mm_silu_and_mul_bf16",
+        api="flashinfer.gemm:mm_silu_and_mul_bf16",
+        flags=_FEW,
+        build=_build_gated,
+        reads=["a", "b"],
+        writes=["out"],
+        flops=lambda case: int(4 * case.batch_size * case.output_size * case.hidden_size),
+        check_options=lambda template, arguments: _options(
+            8.0 * arguments["a"].shape[1] ** 0.5, 64
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:mm_silu_and_mul_bf16")},
+    )
+)
+register(
+    Routine(
         name="add_rmsnorm_mm_route_bf16",
         api="flashinfer.gemm:add_rmsnorm_mm_route_bf16",
         flags=[
@@ -200,6 +240,21 @@ register(
             12.0 * arguments["input"].shape[1] ** 0.5, 64
         ),
         backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_route_bf16")},
+    )
+)
+register(
+    Routine(
+        name="mm_add_rmsnorm_bf16",
+        api="flashinfer.gemm:mm_add_rmsnorm_bf16",
+        flags=_FEW,
+        build=_build_before_norm,
+        reads=["a", "b", "residual", "norm_weight"],
+        writes=["out", "residual"],
+        flops=lambda case: int(2 * case.batch_size * case.output_size * case.hidden_size),
+        check_options=lambda template, arguments: _options(
+            12.0 * arguments["a"].shape[1] ** 0.5, 64
+        ),
+        backends={"cuda": Backend("flashinfer.gemm:mm_add_rmsnorm_bf16")},
     )
 )
 register(

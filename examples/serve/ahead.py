@@ -22,6 +22,7 @@ import torch
 
 from .invariance import round_up, tile_rows
 from .layers.body import LaterBatch
+from .layers.linear import FEW
 from .model import Model
 from .runner import Chunk, Runner
 from .sampling import SamplingParams, steps
@@ -36,8 +37,8 @@ SAMPLING = (
     SamplingParams(top_k=20, top_p=0.9, min_p=0.1, max_tokens=2),
 )
 # Rows of a step that select a kernel of products, beside single ones: of a short and a long prompt,
-# and those between, which the first token does without.
-FIRST_ROWS = (128, 1000)
+# of a few requests that decode, and those between, which the first token does without.
+FIRST_ROWS = (128, 1000, FEW)
 ROWS = (16, 32, 64, *FIRST_ROWS)
 _FEWEST_THREADS = 8  # some wait for a kernel that another one compiles
 _WORKSPACE_BYTES = 32 << 20

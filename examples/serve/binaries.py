@@ -14,7 +14,10 @@ from .decode_step import ATTENTION, COMMUNICATION, GEMM, LAYER, RECURRENCE, ROUT
 _MODULES_OF_PART = {
     ATTENTION: ("attention", "attention_gather", "attention_mask_ranges", "batch_mla", "cascade"),
     RECURRENCE: ("delta_rule", "chunk_delta_rule", "chunk_kda", "selective_state", "ssd"),
-    GEMM: ("gemm", "weight_gemm", "one_row", "one_row_heads", "one_row_route", "moe_token"),
+    GEMM: (
+        *("gemm", "weight_gemm", "one_row", "one_row_heads", "one_row_route", "few_rows"),
+        "moe_token",
+    ),
     ROUTING: ("moe_route", "moe_map", "moe_combine"),
     LAYER: (
         *("norm", "fused_rmsnorm", "qk_norm_rope", "act_and_mul", "rope", "page", "concat_mla"),

@@ -13,7 +13,7 @@ from .batch import Batch as Batch
 from .config import ModelConfig
 from .invariance import in_tiles, padded, round_up
 from .layers.body import Block
-from .layers.linear import Sum
+from .layers.linear import Linear, Sum
 from .layers.norm import Norm
 from .layers.weights import Weights
 from .models import architectures
@@ -143,15 +143,29 @@ class Model:
         x = in_tiles(batch.tile, self.blocks[0].norm, residual)
         norms = [block.norm for block in self.blocks[1:]] + [self.norm]
         for number, (block, cache, norm) in enumerate(zip(self.blocks, caches, norms, strict=True)):
-            given, x = x, block.body(x, batch, cache)
+            product = self._last_with_norm(number, block, norm, batch)
+            body = block.body if product is None else block.body.before_last
+            given, x = x, body(x, batch, cache)
             residual = given.total if isinstance(given, Sum) else residual
-            if self._joins(number, block, batch):
+            if product is not None:
+                x = product.add_norm(x, residual, norm.weight, norm.eps)
+            elif self._joins(number, block, batch):
                 x = norm.later(x, residual)
             elif batch.tile is None and self._rounds[number]:
                 x = norm.add_rounded(x if block.after is None else block.after(x), residual)
             else:
                 x = in_tiles(batch.tile, partial(self._add, block.after, norm), x, residual)
         return x
+
+    def _last_with_norm(self, number: int, block: Block, norm: Norm, batch: Batch) -> Linear | None:
+        """A block's last product if it computes the norm after it, too."""
+        last = block.body.last
+        if not isinstance(last, Linear) or not last.adds_norm(len(batch.tokens)):
+            return None
+        if self._parallel is not None or self._rounds[number] or self._joins(number, block, batch):
+            return None
+        alone = batch.tile is None and block.after is None and not norm.plus_one
+        return last if alone and norm.weight.dtype == last.weight.dtype else None
 
     def _joins(self, number: int, block: Block, batch: Batch) -> bool:
         """Whether the next block's first product computes the norm of its one row."""

@@ -8,6 +8,8 @@ from .block_scaled import fp8_blockscale_gemm_sm90 as fp8_blockscale_gemm_sm90
 from .dense import bmm_bf16 as bmm_bf16
 from .dense import mm_bf16 as mm_bf16
 from .dense import tinygemm_bf16 as tinygemm_bf16
+from .few import mm_add_rmsnorm_bf16 as mm_add_rmsnorm_bf16
+from .few import mm_silu_and_mul_bf16 as mm_silu_and_mul_bf16
 from .fp8 import fp8_linear as fp8_linear
 from .fp8 import grouped_mm_fp8 as grouped_mm_fp8
 from .fp8 import mm_fp8 as mm_fp8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -19,19 +18,9 @@ from ..jit.one_row import (
     gen_one_row_route_module,
 )
 
-_MOST_K = 1 << 15
-_MOST_SPLITS = 8
+MOST_SPLITS = 8
 _MOST_ROUTE_SPLITS = 16  # of a router's few columns, so that all its weights are loaded early
 _LEAST_PART = 128  # rows of b of a CTA
-
-
-def takes(a: Any, b: Any) -> bool:
-    """Whether the kernel multiplies these: one row, and rows of `b` that are contiguous."""
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda):
-        return False
-    if a.ndim != 2 or b.ndim != 2 or b.stride(1) != 1 or b.stride(0) == 1:
-        return False
-    return len(a) == 1 and len(b) <= _MOST_K
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,10 +32,10 @@ def one_row_kernel(device: torch.device, n: int, k: int, norm: bool = False) -> 
     most = 3 * get_device_sm_count(device)
     columns = next((size for size in COLUMNS if -(-n // size) <= most), COLUMNS[-1])
     module = gen_one_row_module(OneRowConfig(torch.bfloat16, columns, norm)).build_and_load()
-    return module.one_row, _splits(-(-n // columns), k, most)
+    return module.one_row, splits_of(-(-n // columns), k, most)
 
 
-def _splits(tiles: int, k: int, most: int, most_splits: int = _MOST_SPLITS) -> int:
+def splits_of(tiles: int, k: int, most: int, most_splits: int = MOST_SPLITS) -> int:
     """CTAs that divide k, a power of two, where `most` run at once."""
     splits = 1
     while (
@@ -69,7 +58,7 @@ def heads_kernel(
     """The kernel for heads of queries, keys and values, and how many CTAs divide k."""
     config = OneRowHeadsConfig(torch.bfloat16, cached, cos_sin, not is_neox, head_dim)
     kernel = gen_one_row_heads_module(config).build_and_load().one_row_heads
-    return kernel, _splits(n // head_dim, k, 3 * get_device_sm_count(device))
+    return kernel, splits_of(n // head_dim, k, 3 * get_device_sm_count(device))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,5 +66,5 @@ def route_kernel(device: torch.device, n: int, k: int) -> tuple[Kernel, int]:
     """The kernel for a router's logits and choice, and how many CTAs divide k."""
     columns = next(size for size in COLUMNS if n <= size)
     module = gen_one_row_route_module(OneRowRouteConfig(torch.bfloat16, columns))
-    splits = _splits(1, k, get_device_sm_count(device), _MOST_ROUTE_SPLITS)
+    splits = splits_of(1, k, get_device_sm_count(device), _MOST_ROUTE_SPLITS)
     return module.build_and_load().one_row_route, splits

@@ -16,8 +16,9 @@ from ..autotuner.listeners import call_on_change
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
 from ._choice import GemmProblem
+from ._few_rows import few_rows_kernel, takes
 from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
-from ._one_row import one_row_kernel, takes
+from ._one_row import one_row_kernel
 from ._tuning import HOPPER, choose_product, choose_tiles, is_hopper, is_tuning
 
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,9 +144,10 @@ def mm_bf16(
     a : torch.Tensor
         ``[m, k]``, bfloat16, rows contiguous, on a GPU. k is a multiple of 8.
     b : torch.Tensor
-        ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``. With one
-        row of `a` on Hopper, k up to 32768 and bfloat16 results, rows may be contiguous instead,
-        if n is a multiple of 8 and they begin at multiples of 16 bytes.
+        ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``. With up to 8
+        rows of `a` on Hopper, k up to 32768 and bfloat16 results, rows may be contiguous instead,
+        if they begin at multiples of 16 bytes: n is a multiple of 8 with one row of `a`, and of
+        64 with more, k then of 16.
     bias : torch.Tensor, optional
         ``[n]``, of `out_dtype`: added to every row.
     pdl : bool
@@ -182,11 +184,11 @@ def mm_bf16(
     """
     layout = TRANSPOSED_B | (STARTS_EARLY if check_flag("weight_ready", weight_ready) else 0)
     if backend != "cublaslt" and out_dtype == torch.bfloat16 and takes(a, b):
-        return _one_row(a, b, bias, pdl, out, backend, weight_ready)
+        return _few_rows(a, b, bias, pdl, out, backend, weight_ready)
     return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend, layout)
 
 
-def _one_row(
+def _few_rows(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
@@ -203,8 +205,9 @@ def _one_row(
             f"`b`, got {backend!r} for compute capability {capability[0]}.{capability[1]}"
         )
     if out is None:
-        out = a.new_empty(1, b.shape[1])
-    kernel, splits = one_row_kernel(a.device, b.shape[1], b.shape[0])
+        out = a.new_empty(len(a), b.shape[1])
+    choose = one_row_kernel if len(a) == 1 else few_rows_kernel
+    kernel, splits = choose(a.device, b.shape[1], b.shape[0])
     kernel(out, a, b, bias, splits, pdl, weight_ready)
     return out
 

@@ -154,9 +154,11 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     mm_M1_16_K7168_N384_n384_k7168.json
     mm_M1_16_K7168_N896_bf16_n896_k7168.json
     mm_M1_16_K7168_N896_n896_k7168.json
+    mm_add_rmsnorm_bf16_n4096_k14336.json
     mm_bf16_n6144_k4096.json
     mm_bf16_n6144_k4096_bias.json
     mm_fp8_n1536_k2048_alpha_out_bf16.json
+    mm_silu_and_mul_bf16_n14336_k4096.json
     moe_activation_e2_c4096.json
     moe_finalize_h7168_k2.json
     moe_grouped_gemm_cutedsl_e2_n4096_k7168.json

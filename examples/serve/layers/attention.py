@@ -13,7 +13,7 @@ from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
 from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cut, Cuts
-from .linear import Codes, Fp8Blocks, Product, Sum, sum_parts, takes_sums
+from .linear import Codes, Fp8Blocks, Product, Sum, norm_parts, sum_parts, takes_sums
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -195,13 +195,22 @@ class Attention(Body):
     def __call__(
         self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: torch.Tensor
     ) -> torch.Tensor:
+        return in_tiles(batch.tile, self.output, self.before_last(x, batch, cache))
+
+    @property
+    def last(self) -> Product:
+        return self.output
+
+    def before_last(
+        self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: torch.Tensor
+    ) -> torch.Tensor:
         if isinstance(x, Sum) and self._is_one_kernel:
             q = self._project_and_place(x, batch, cache)
             gate = q[:, :0]
         else:
             q, k, v, gate = in_tiles(batch.tile, self._project, x)
             q = self._place(q, k, v, batch, cache)
-        return in_tiles(batch.tile, self._finish, self._attend(q, batch, cache), gate)
+        return self._gate(self._attend(q, batch, cache), gate)
 
     def parts(
         self, x: torch.Tensor, batch: LaterBatch, cache: torch.Tensor
@@ -220,7 +229,8 @@ class Attention(Body):
             *sum_parts(self.qkv, x, place if self._is_one_kernel else None),
             *turn,
             lambda: self._place(q, k, k, batch(), cache),
-            lambda: self._finish(q.flatten(1), gate),
+            lambda: self.output(self._gate(q.flatten(1), gate)),
+            *norm_parts(self.output, q.flatten(1), x),
             lambda: self._attend(q, batch(), cache),
         ]
 
@@ -338,8 +348,8 @@ class Attention(Body):
         out = batch.attention[self.spec].run(q[: batch.attended], cache, *sinks, **scales)
         return padded(out.flatten(1), len(q))
 
-    def _finish(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return self.output(out * gate.flatten(1).sigmoid() if self.gated else out)
+    def _gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return out * gate.flatten(1).sigmoid() if self.gated else out
 
 
 def as_cached(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:

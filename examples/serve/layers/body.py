@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..batch import Batch
-from .linear import Codes, Sum
+from .linear import Codes, Product, Sum
 from .norm import Norm
 
 LaterBatch = Callable[[], Batch]
@@ -39,6 +39,15 @@ class Body:
     def takes_sums(self) -> bool:
         """Whether the first product that reads its input may get a `Sum` of one row."""
         return False
+
+    @property
+    def last(self) -> Product | None:
+        """The product that makes its result of that of `before_last`; None: it has no such."""
+        return None
+
+    def before_last(self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any) -> torch.Tensor:
+        """What the last product multiplies, where its norm is computed with it."""
+        raise NotImplementedError
 
     def page_shape(self, page_size: int) -> tuple[int, ...] | None:
         """Shape of a page of the cache; None: it keeps nothing of a token."""

@@ -18,6 +18,11 @@ BLOCK = 128
 LARGE = 1 << 26
 """Elements of a matrix beyond which cuBLAS multiplies a row faster."""
 _HEADS, _ROUTE = "add_rmsnorm_mm_rope_append_bf16", "add_rmsnorm_mm_route_bf16"
+"""Elements of a matrix beyond which cuBLAS multiplies a row faster than the kernel for one."""
+FEW = 8
+"""Rows for which the package has products with what follows them, and faster ones than cuBLAS."""
+LEAST = 1 << 24
+"""Elements of a matrix from which on these are known to be faster."""
 
 
 class Product(Protocol):
@@ -132,9 +137,48 @@ class Linear:
         if len(x) == 1 and self._is_ready:
             product = kernels.gemm.mm_bf16
             return product(x.contiguous(), self.weight, self.bias, pdl=True, **_ready(product))
+        if 1 < len(x) <= FEW and self._is_few and self.weight.numel() <= LARGE:
+            return kernels.gemm.mm_bf16(x.contiguous(), self.weight, pdl=True, weight_ready=True)
         if self.bias is None:
             return x @ self.weight
         return torch.addmm(self.bias, x, self.weight)
+
+    def gates(self, x: torch.Tensor | Sum) -> bool:
+        """Whether `gated` is known to be faster than a product and an activation."""
+        few = not isinstance(x, Sum) and len(x) <= FEW and self._is_few
+        return few and self.weight.numel() > LARGE and self.weight.shape[1] % 128 == 0
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(first half) * second half`` of the product."""
+        product = kernels.gemm.mm_silu_and_mul_bf16
+        return product(x.contiguous(), self.weight, weight_ready=True)
+
+    def adds_norm(self, rows: int) -> bool:
+        """Whether `add_norm` is known to be faster than a product and a norm."""
+        columns = self.weight.shape[1]
+        return rows <= FEW and self._is_few and columns % 256 == 0 and columns <= 4096
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """In place ``residual += x @ W.T``; its norm."""
+        row = x.contiguous(), self.weight, residual, weight, eps
+        return kernels.gemm.mm_add_rmsnorm_bf16(*row, weight_ready=True)
+
+    @functools.cached_property
+    def _is_few(self) -> bool:
+        """Whether the package multiplies few rows with such weights faster than cuBLAS."""
+        inputs, outputs = self.weight.shape
+        return (
+            is_hopper(self.weight.device)
+            and self.weight.dtype == torch.bfloat16
+            and self.bias is None
+            and inputs % 16 == 0
+            and inputs <= 1 << 15
+            and outputs % 64 == 0
+            and self.weight.numel() >= LEAST
+            and hasattr(kernels.gemm, "mm_add_rmsnorm_bf16")
+        )
 
     @functools.cached_property
     def _is_ready(self) -> bool:
@@ -160,6 +204,13 @@ def sum_parts(
     if len(x) != 1 or not takes_sums(product):
         return []
     return [lambda: (call or product)(Sum(x, x, x[0], 1.0))]
+
+
+def norm_parts(product: Product, x: torch.Tensor, out: torch.Tensor) -> list[Callable[[], Any]]:
+    """As `Body.parts`: the product with the norm after it, if there is one, for rows like `out`."""
+    if not (isinstance(product, Linear) and product.adds_norm(len(x))):
+        return []
+    return [lambda: product.add_norm(x, out.clone(), out[0], 1.0)]
 
 
 @functools.cache

@@ -13,7 +13,17 @@ from ..batch import Batch
 from ..invariance import in_tiles
 from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cuts
-from .linear import BLOCK, Codes, Fp8Blocks, Product, Sum, sum_parts, takes_sums
+from .linear import (
+    BLOCK,
+    Codes,
+    Fp8Blocks,
+    Linear,
+    Product,
+    Sum,
+    norm_parts,
+    sum_parts,
+    takes_sums,
+)
 from .weights import Weights
 
 ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
@@ -61,8 +71,29 @@ class Mlp(Body):
     def takes_sums(self) -> bool:
         return takes_sums(self.up)
 
+    @property
+    def last(self) -> Product:
+        return self.down
+
     def rows(self, x: torch.Tensor | Codes | Sum) -> torch.Tensor:
-        return self.down(self._activate(self.up(x)))
+        return self.down(self._inner(x))
+
+    def before_last(
+        self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any = None
+    ) -> torch.Tensor:
+        inner = self._inner(x)
+        assert isinstance(inner, torch.Tensor)
+        return inner
+
+    def _inner(self, x: torch.Tensor | Codes | Sum) -> torch.Tensor | Codes:
+        if isinstance(x, torch.Tensor) and self._gates(x):
+            return self.up.gated(x)
+        return self._activate(self.up(x))
+
+    def _gates(self, x: torch.Tensor) -> bool:
+        """Whether gate and values are one kernel with their activation."""
+        silu = self.activation == "silu_and_mul" and not isinstance(self.down, Fp8Blocks)
+        return silu and isinstance(self.up, Linear) and self.up.gates(x)
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor | Codes:
         """Values times gate, in 8 bits where a product of these follows."""
@@ -74,8 +105,14 @@ class Mlp(Body):
 
     def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         gates = x.new_zeros(len(x), 2 * self.down.inputs)
-        sums = sum_parts(self.up, x)
-        return [lambda: self.up(x), *sums, lambda: self.down(self._activate(gates))]
+        inner = x.new_zeros(len(x), self.down.inputs)
+        return [
+            lambda: self.up(x),
+            *sum_parts(self.up, x),
+            *([lambda: self._inner(x)] if self._gates(x) else []),
+            lambda: self.down(self._activate(gates)),
+            *norm_parts(self.down, inner, x),
+        ]
 
     def __call__(
         self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any = None

@@ -296,8 +296,9 @@ inline cudaError_t launch_one_row(typename Traits::End::Params params, uint32_t 
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                            cudaFuncAttributePreferredSharedMemoryCarveout, Traits::kSharedPercent);
   if (error != cudaSuccess) return error;
+  // The same for all k: threads that launch at a time must not lower each other's limit.
   error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (error == cudaSuccess && splits > 8) {
     error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                  cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

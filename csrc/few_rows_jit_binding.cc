@@ -1,0 +1,126 @@
+//   few_rows(out, a, b, bias, splits, enable_pdl, weight_ready[, norm])
+//
+// out = a b + bias, with up to 8 rows of `a`, and `b` [k, n] whose rows are contiguous. With a gate
+// out is [m, n / 2], silu of the first half of a b times the second.
+//   norm      (parts, residual, norm_weight, eps): out is the norm of residual += a b; parts
+//             [splits, m, n] float32 is overwritten
+#include "few_rows.h"
+
+#include "ffi.h"
+#include "index_binding.h"
+
+namespace flashinfer {
+namespace {
+
+using ffi::Tensor;
+
+constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
+constexpr FewRowsOutput kOutput = FewRowsOutput::FLASHINFER_CFG_OUTPUT;
+constexpr bool kGated = kOutput == FewRowsOutput::kGated, kNorm = kOutput == FewRowsOutput::kNorm;
+
+void check_rows(const Tensor& tensor) {
+  ffi::check_dtype(tensor, kDtype);
+  ffi::check_ndim(tensor, 2, 2);
+  ffi::check_last_dim_contiguous(tensor);
+  const bool aligned = tensor.dim(0) <= 1 || tensor.stride(0) % 8 == 0;
+  if (!aligned || tensor.dim(1) % 8 != 0 || !ffi::is_aligned(tensor, 16)) {
+    ffi::raise("ValueError",
+               "`%s` must have rows of whole, aligned 16 bytes, got shape %s and row stride %lld",
+               tensor.name, tensor.shape_text().c_str(), static_cast<long long>(tensor.stride(0)));
+  }
+}
+
+void check_vector(const Tensor& tensor, int64_t size) {
+  ffi::check_dtype(tensor, kDtype);
+  ffi::check_shape(tensor, {size});
+  ffi::check_last_dim_contiguous(tensor);
+  if (!ffi::is_aligned(tensor, 16)) {
+    ffi::raise("ValueError", "`%s` must be aligned to 16 bytes", tensor.name);
+  }
+}
+
+// The norm's part of the parameters; `out`, `a`, `b` and the sizes have been checked.
+void take_norm(ffi::Args& args, FewRowsParams& params, const Tensor& out, const Tensor& a,
+               const Tensor& b) {
+  const Tensor parts = args.tensor("parts"), residual = args.tensor("residual");
+  const Tensor weight = args.tensor("norm_weight");
+  params.eps = static_cast<float>(args.number("eps"));
+  args.all_taken();
+  const int64_t m = a.dim(0), n = b.dim(1);
+  if (n % 256 != 0 || n > 4096) {
+    ffi::raise("ValueError",
+               "`b` must have a multiple of 256 columns with a norm, at most 4096, got shape %s",
+               b.shape_text().c_str());
+  }
+  ffi::check_dtype(parts, ffi::dtype::float32);
+  ffi::check_shape(parts, {params.splits, m, n});
+  ffi::check_contiguous(parts);
+  check_rows(residual);
+  ffi::check_shape(residual, {m, n});
+  check_vector(weight, n);
+  for (const Tensor& written : {out, residual, parts}) {
+    for (const Tensor& read : {a, b, weight}) ffi::check_disjoint(written, read);
+  }
+  ffi::check_disjoint(out, residual);
+  for (const Tensor& tensor : {parts, residual, weight}) ffi::check_same_device(tensor, a);
+  params.parts = static_cast<float*>(parts.data());
+  params.residual = residual.data();
+  params.residual_stride = residual.stride(0);
+  params.norm_weight = weight.data();
+}
+
+}  // namespace
+}  // namespace flashinfer
+
+FLASHINFER_FFI_EXPORT(few_rows, args) {
+  using namespace flashinfer;
+  const ffi::Tensor out = args.tensor("out"), a = args.tensor("a"), b = args.tensor("b");
+  const ffi::Tensor bias = args.optional_tensor("bias");
+  FewRowsParams params = {};
+  params.splits = static_cast<uint32_t>(args.integer_in("splits", 1, kGated ? 1 : 8));
+  const bool enable_pdl = args.flag("pdl");
+  params.weight_ready = args.flag("weight_ready");
+
+  for (const ffi::Tensor& tensor : {a, b, out}) check_rows(tensor);
+  const int64_t m = a.dim(0), k = a.dim(1), n = b.dim(1);
+  ffi::check_count(a, "rows", m, 1, 8);
+  ffi::check_count(a, "columns", k);
+  ffi::check_count(b, "columns", n);
+  ffi::check_shape(b, {k, n});
+  ffi::check_shape(out, {m, kGated ? n / 2 : n});
+  if (k % 16 != 0 || n % FLASHINFER_CFG_COLUMNS != 0) {
+    ffi::raise("ValueError", "`b` must have a multiple of 16 rows and of %d columns, got shape %s",
+               FLASHINFER_CFG_COLUMNS, b.shape_text().c_str());
+  }
+  if (bias) {
+    if (kOutput != FewRowsOutput::kProduct) {
+      ffi::raise("ValueError", "`bias` must be None with a gate or a norm");
+    }
+    check_vector(bias, n);
+  }
+  for (const ffi::Tensor& in : {a, b, bias}) {
+    if (in) ffi::check_disjoint(out, in);
+  }
+  ffi::check_cuda(a);
+  for (const ffi::Tensor& tensor : {b, out, bias}) {
+    if (tensor) ffi::check_same_device(tensor, a);
+  }
+  if constexpr (kNorm) {
+    ffi::Args norm = args.group("norm", 4);
+    take_norm(norm, params, out, a, b);
+  }
+  args.all_taken();
+  if (n == 0) return;
+  params.a = a.data();
+  params.b = b.data();
+  params.bias = bias ? bias.data() : nullptr;
+  params.out = out.data();
+  params.a_stride = a.stride(0);
+  params.b_stride = b.stride(0);
+  params.out_stride = out.stride(0);
+  params.m = static_cast<uint32_t>(m);
+  params.n = static_cast<uint32_t>(n);
+  params.k = static_cast<uint32_t>(k);
+  const ffi::DeviceGuard guard(a);
+  ffi::check_launch(few_rows(params, enable_pdl, ffi::current_stream(a)));
+}

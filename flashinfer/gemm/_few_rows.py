@@ -1,0 +1,45 @@
+"""Products of up to 8 rows with weights ``[k, n]``, which one kernel reads once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .._common.arch import get_device_sm_count
+from .._common.kernels import Kernel
+from ..jit.few_rows import ROWS, FewRowsConfig, FewRowsOutput, gen_few_rows_module
+from ._one_row import MOST_SPLITS, splits_of
+
+_MOST_K = 1 << 15
+_WIDE_PART = 1024  # rows of b of a CTA with 128 columns
+
+
+def takes(a: Any, b: Any) -> bool:
+    """Whether the kernels multiply these: few rows, and rows of `b` that are contiguous."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda):
+        return False
+    if a.ndim != 2 or b.ndim != 2 or b.stride(1) != 1 or b.stride(0) == 1:
+        return False
+    return 1 <= len(a) <= ROWS and len(b) <= _MOST_K
+
+
+@functools.lru_cache(maxsize=4096)
+def few_rows_kernel(
+    device: torch.device, n: int, k: int, output: FewRowsOutput = FewRowsOutput.PRODUCT
+) -> tuple[Kernel, int]:
+    """The kernel for a product of up to 8 rows, and how many CTAs divide k.
+
+    All CTAs run at once; of clusters, which they are without a norm, fewer fit the SMs.
+    docs/tuning/serving_step.md has the measurements.
+    """
+    sms = get_device_sm_count(device)
+    most = 2 * sms if output is FewRowsOutput.NORM else 3 * sms // 2
+    columns, splits = 128, max(1, min(MOST_SPLITS, most // max(1, n // 128)))
+    if output is FewRowsOutput.GATED:
+        splits = 1
+    elif n % 128 or k < splits * _WIDE_PART:
+        columns, splits = 64, splits_of(-(-n // 64), k, 2 * sms)
+    module = gen_few_rows_module(FewRowsConfig(torch.bfloat16, columns, output)).build_and_load()
+    return module.few_rows, splits
