@@ -89,7 +89,7 @@ class MlaRingLoader {
     const int column = is_rope ? 0 : chunk * Tile::kChunkColumns;
     const uint32_t box_bytes = box_rows * (is_rope ? Tile::kRopeRowBytes : 128);
     const uint32_t place = shared_ + chunk * Tile::kChunkBytes + own_box * box_bytes;
-    // Of all chunks of a box.
+    // Bytes of all chunks of a box.
     const uint32_t all_bytes = box_rows * (Tile::kStageBytes / Tile::kBlock);
     const uint64_t policy = ptx::l2_evict_first();  // pages are read once
     int pages = found.first, next_pages = found.next, box = 0;

@@ -101,12 +101,8 @@ class MlaNarrowAttention {
     for (int token = item.kv_begin; token < item.kv_end; token += Tile::kBlock) {
       // All wait for all blocks: the parity of a barrier tells only a block from the next one
       // there.
-#ifndef P_NOLOAD
       ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);
-#endif
-#ifndef P_NOMATH
       if (turn_ == group_) attend_block(output, item, token);
-#endif
       __syncwarp();
       if (lane_idx_ == 0) ptx::mbarrier_arrive(address(control_.empty[stage_]));
       turn_ ^= 1;
@@ -151,8 +147,7 @@ class MlaNarrowAttention {
   using Sums = float[2 * kTerms][4];
 
   __device__ __forceinline__ void multiply_keys(Logits& logits) const {
-    constexpr int kParts = Tile::kChunksCkv;
-    Sums<Tile::kTerms> sums[kParts];
+    Sums<Tile::kTerms> sums[Tile::kChunksCkv];
     Sums<Tile::kRopeTerms> rope;
     if (is_copied_) ptx::async_proxy_fence();
     ptx::wgmma_fence();
@@ -160,11 +155,7 @@ class MlaNarrowAttention {
     const uint64_t queries = ptx::wgmma_operand(shared_ + Tile::kOffsetQueries);
 #pragma unroll
     for (int i = 0; i < Tile::kChunksCkv * 4; ++i) {
-#ifdef P_MIX
-      const int chunk = i % Tile::kChunksCkv, step = i / Tile::kChunksCkv;
-#else
       const int chunk = i / 4, step = i % 4;
-#endif
       ptx::wgmma<Ckv, false>(
           sums[chunk], ptx::wgmma_advance(keys, chunk * Tile::kChunkBytes + step * 32),
           ptx::wgmma_advance(queries, chunk * Tile::kQueryChunkBytes + step * 32), step != 0);
@@ -173,7 +164,7 @@ class MlaNarrowAttention {
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) ptx::wgmma_done(sums[part]);
+    for (int chunk = 0; chunk < Tile::kChunksCkv; ++chunk) ptx::wgmma_done(sums[chunk]);
     if constexpr (Tile::kDimKpe != 0) ptx::wgmma_done(rope);
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
@@ -181,7 +172,9 @@ class MlaNarrowAttention {
       for (int h = 0; h < 2; ++h) {
         float sum = add_terms<Ckv>(sums[0], i, h);
 #pragma unroll
-        for (int part = 1; part < kParts; ++part) sum += add_terms<Ckv>(sums[part], i, h);
+        for (int chunk = 1; chunk < Tile::kChunksCkv; ++chunk) {
+          sum += add_terms<Ckv>(sums[chunk], i, h);
+        }
         logits[i][h] = sum * scales_[i];
         if constexpr (Tile::kDimKpe != 0) {
           logits[i][h] = fmaf(add_terms<Kpe>(rope, i, h), rope_scales_[i], logits[i][h]);
@@ -345,10 +338,7 @@ class MlaNarrowAttention {
   }
 
   __device__ __forceinline__ void add_values(Output& output) const {
-#ifndef P_AHEAD
-#define P_AHEAD 2
-#endif
-    constexpr int kAhead = P_AHEAD, kPairs = kUnits / 2, kLoads = Tile::kBlock / 16 * kPairs;
+    constexpr int kAhead = 2, kPairs = kUnits / 2, kLoads = Tile::kBlock / 16 * kPairs;
     // Lane i gives row i % 16 of 16 tokens, of the first or the second of two units.
     const uint32_t first = value_place(lane_idx_ % 16, lane_idx_ / 16);
     const uint32_t rows = weights() + lane_idx_ % 16 * Tile::kWeightPitch + lane_idx_ / 16 * 16;

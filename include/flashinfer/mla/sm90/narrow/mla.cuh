@@ -48,9 +48,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     using Loader = MlaRingLoader<Tile>;
     ptx::decrease_registers<Tile::kLoadRegisters>();
     if (threadIdx.x >= Tile::kMathThreads + Loader::num_threads(params)) return;
-#ifndef P_NOLOAD
     Loader(params, shared, control.full, control.empty).run();
-#endif
   } else {
     ptx::increase_registers<Tile::kMathRegisters>();
     MlaNarrowAttention<Tile>(params.mla, params.box_rows == 0, shared, control).run();
