@@ -15,6 +15,7 @@
 #include <flashinfer/collective/block_reduce.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/common/set_shared.h>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/gemm/one_row_params.h>
 #include <flashinfer/ptx/cluster.cuh>
@@ -76,7 +77,6 @@ struct OneRowTraits {
   static constexpr int kStep = kThreads / kAcross;  // rows of b that a CTA loads at once
   static constexpr int kChunk = kLoads * kStep;     // and those on their way
   static constexpr int kCtas = 3;                   // of an SM
-  static constexpr int kSharedPercent = 28;         // 64 KB
   static constexpr bool kNorm = kNorm_;
   static constexpr int kNormLoads = 2;  // vectors of a thread: k is at most 4096 with a norm
 };
@@ -290,15 +290,7 @@ inline cudaError_t launch_one_row(typename Traits::End::Params params, uint32_t 
     return cudaErrorInvalidValue;
   }
   const auto kernel = one_row_kernel<Traits>;
-  // CTAs of the kernels before and after find room beside these only where an SM has set enough
-  // memory aside: otherwise they wait until it is empty.
-  cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                           cudaFuncAttributePreferredSharedMemoryCarveout, Traits::kSharedPercent);
-  if (error != cudaSuccess) return error;
-  // The same for all k: threads that launch at a time must not lower each other's limit.
-  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+  cudaError_t error = set_shared(reinterpret_cast<const void*>(kernel), bytes, Traits::kCtas);
   if (error == cudaSuccess && splits > 8) {
     error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                  cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

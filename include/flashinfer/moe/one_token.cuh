@@ -16,6 +16,7 @@
 #include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/common/set_shared.h>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/moe/moe_params.h>
 #include <flashinfer/ptx/pdl.cuh>
@@ -29,9 +30,6 @@ struct MoeTokenTraits {
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtas = 4;  // of an SM
-  // CTAs of the second kernel find room beside those of the first, and those of the next kernel
-  // beside theirs, only where an SM has set enough memory aside: 64 KB.
-  static constexpr int kSharedPercent = 28;
   static constexpr int kWide = 8;  // elements of a lane
   static constexpr int kStep = 32 * kWide;
   static constexpr int kUpLoads = 8;     // steps, of two rows each
@@ -54,21 +52,17 @@ struct MoeTokenChoice {
   float weights[kMoeTokenChoices];
 };
 
-// The number here of a choice's expert, or -1.
-template <typename Traits>
-__device__ __forceinline__ int32_t moe_token_expert(const MoeTokenParams& params, uint32_t choice) {
-  using Index = typename Traits::Index;
-  const int64_t number =
-      static_cast<int64_t>(static_cast<const Index*>(params.experts)[choice]) - params.first_expert;
-  return number >= 0 && number < params.num_experts ? static_cast<int32_t>(number) : -1;
-}
-
 // Into shared memory; a barrier must follow.
 template <typename Traits>
 __device__ __forceinline__ void moe_token_choice(const MoeTokenParams& params,
                                                  MoeTokenChoice& choice) {
+  using Index = typename Traits::Index;
   if (threadIdx.x >= params.top_k) return;
-  choice.experts[threadIdx.x] = moe_token_expert<Traits>(params, threadIdx.x);
+  const int64_t number =
+      static_cast<int64_t>(static_cast<const Index*>(params.experts)[threadIdx.x]) -
+      params.first_expert;
+  const bool is_here = number >= 0 && number < params.num_experts;
+  choice.experts[threadIdx.x] = is_here ? static_cast<int32_t>(number) : -1;
   choice.weights[threadIdx.x] = params.weights[threadIdx.x];
 }
 
@@ -107,12 +101,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   };
   const uint32_t own = kWide * threadIdx.x;
   const Vector<T, kWide> first = token_part(own), second = token_part(own + kPass);
+  detail::moe_token_choice<Traits>(params, choice);
+  static_assert(kFirst <= kLoads * kStep, "a chunk has both");
+  first.store(row + own);
+  second.store(row + own + kPass);
+  for (uint32_t at = own + kFirst; at < chunks * kLoads * kStep; at += kPass) {
+    token_part(at).store(row + at);
+  }
+  __syncthreads();
+
   const uint32_t units = params.top_k * params.inner;
   const uint32_t warps = gridDim.x * Traits::kWarps;
   uint32_t unit = blockIdx.x * Traits::kWarps + threadIdx.x / 32;
-  int32_t expert =
-      unit < units ? detail::moe_token_expert<Traits>(params, unit / params.inner) : -1;
-  detail::moe_token_choice<Traits>(params, choice);
+  if (unit >= units) return;
 
   // A part of two rows is loaded next.
   const int64_t to_gates = static_cast<int64_t>(params.inner) * params.size;
@@ -120,10 +121,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   uint32_t next_unit = unit, next_chunk = 0, next_left = 0;
   const auto locate = [&] {
     next_left = 0;
+    if (next_unit >= units) return;
+    const uint32_t number = next_unit / params.inner;
+    const int32_t expert = choice.experts[number];
     if (expert < 0) return;
     const uint32_t column = next_chunk * kLoads * kStep + lane * kWide;
     next = static_cast<const T*>(params.fc1) + 2 * expert * to_gates +
-           static_cast<int64_t>(next_unit % params.inner) * params.size + column;
+           static_cast<int64_t>(next_unit - number * params.inner) * params.size + column;
     next_left = column < params.size ? params.size - column : 0;
   };
   Vector<T, kWide> values[kLoads], gates[kLoads];
@@ -139,22 +143,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
     if (++next_chunk == chunks) {
       next_chunk = 0;
       next_unit += warps;
-      expert = next_unit < units ? choice.experts[next_unit / params.inner] : -1;
     }
     locate();
   };
-  // The first weights do not wait for the other warps.
   locate();
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) load(i);
-
-  static_assert(kFirst <= kLoads * kStep, "a chunk has both");
-  first.store(row + own);
-  second.store(row + own + kPass);
-  for (uint32_t at = own + kFirst; at < chunks * kLoads * kStep; at += kPass) {
-    token_part(at).store(row + at);
-  }
-  __syncthreads();
 
   for (; unit < units; unit += warps) {
     float value = 0.f, gate = 0.f;
@@ -278,12 +272,7 @@ template <typename Traits>
 inline cudaError_t launch_moe_token_kernel(void (*kernel)(MoeTokenParams), uint32_t warps,
                                            uint32_t bytes, const MoeTokenParams& params,
                                            uint32_t num_sms, bool enable_pdl, cudaStream_t stream) {
-  cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                           cudaFuncAttributePreferredSharedMemoryCarveout, Traits::kSharedPercent);
-  if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = set_shared(reinterpret_cast<const void*>(kernel), bytes, Traits::kCtas);
   if (error != cudaSuccess) return error;
   const uint32_t needed = ceil_div<uint32_t>(warps, Traits::kWarps), most = Traits::kCtas * num_sms;
   return launch_kernel(kernel, dim3(needed < most ? needed : most), dim3(Traits::kThreads), bytes,
