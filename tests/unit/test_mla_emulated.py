@@ -159,7 +159,7 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
         [
             (PART_MERGE, "*counters = {0, 0};  // for the next launch", ""),
             (PART_MERGE, "fmaf(value, __uint_as_float(weight), sums[e]);", "sums[e] + value;"),
-            (PART_MERGE, "return end.factor;", "return 1.f;"),
+            (PART_MERGE, "store(part, load(part) * end.factor);", ""),
             (PART_MERGE, "ptx::cp_async_wait<0>();", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
             (WIDE_PRODUCER, "pages, first_box + box);", "pages, first_box);"),

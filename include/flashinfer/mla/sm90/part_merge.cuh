@@ -82,47 +82,17 @@ class MlaPartMerge {
     if (params_.counters == nullptr) return;
     synchronize();
     bool waited = false;
-    uint32_t seen = 0;  // is not waited for while parts are added up
-    const auto wait_for_parts = [&] {
-      if (threadIdx.x != 0) return;
+    if (threadIdx.x == 0) {
       control_.share_count = 0;
       if (number >= 0) waited = take_part(number, control_.last_merge.num_parts, true);
-    };
-    const auto begin_share = [&] {
-      synchronize();
-      if (waited) seen = ptx::count_events(&params_.counters[number].parts, kSeen);
-      return control_.share_count != 0;
-    };
-    const auto whole_tile = [&](MlaMerge& merge) -> Rows {
-      merge = params_.merges[control_.complete_merge];
-      return {0, 1, mla_tile_rows(params_, merge)};
-    };
-    MlaMerge merge;
-    if constexpr (!kRehearses) {
-      wait_for_parts();
-      if (begin_share()) add_rows(control_.last_merge, share_of(control_.last_merge), false);
-      if (control_.complete_merge >= 0) {
-        const Rows rows = whole_tile(merge);
-        add_rows(merge, rows, false);
-      }
-    } else {
-#pragma unroll 1
-      for (int round = kRehearsal; round <= kWholeTile; ++round) {
-        merge = control_.last_merge;
-        Rows rows = {0, 1, 1};
-        if (round == kRehearsal) {
-          wait_for_parts();
-          if (number < 0 || warp_idx_ == 0) continue;
-          merge.num_parts = min(merge.num_parts, kRehearsedParts);
-        } else if (round == kOwnShare) {
-          if (!begin_share()) continue;
-          rows = share_of(merge);
-        } else {
-          if (control_.complete_merge < 0) continue;
-          rows = whole_tile(merge);
-        }
-        add_rows(merge, rows, round == kRehearsal);
-      }
+    }
+    synchronize();
+    uint32_t seen = 0;  // is not waited for while parts are added up
+    if (waited) seen = ptx::count_events(&params_.counters[number].parts, kSeen);
+    if (control_.share_count != 0) add_rows(control_.last_merge, share_of(control_.last_merge));
+    if (control_.complete_merge >= 0) {
+      const MlaMerge merge = params_.merges[control_.complete_merge];
+      add_rows(merge, {0, 1, mla_tile_rows(params_, merge)});
     }
     if (waited && (seen / kSeen & kMask) + 1 == control_.share_count) {
       params_.counters[number] = {0, 0};  // for the next launch
@@ -130,12 +100,6 @@ class MlaPartMerge {
   }
 
  private:
-  // While a thread waits for parts, each of some warps does a piece of what comes afterwards,
-  // without effect: code is fetched once for each launch, and takes longer to come than to run.
-  enum Round { kRehearsal, kOwnShare, kWholeTile };
-  static constexpr bool kRehearses = !Tile::kWidens;  // they have no registers to spare
-  static constexpr int kRehearsedParts = 13;          // that walk all loops over parts
-
   __device__ __forceinline__ void count_start(const MlaWorkItem& item) const {
     if (item.slot >= 0) ptx::count_event(&params_.counters[item.merge].started);
   }
@@ -193,30 +157,27 @@ class MlaPartMerge {
     return shared_ + Tile::kOffsetWeights + row * ceil_div(num_parts, 4) * 16;
   }
 
-  __device__ __forceinline__ void add_rows(const MlaMerge& merge, const Rows& rows,
-                                           bool rehearses) const {
-    const auto has_part = [&](int warp) { return !rehearses || warp_idx_ == warp; };
+  __device__ __forceinline__ void add_rows(const MlaMerge& merge, const Rows& rows) const {
     const int most = kPlaces / merge.num_parts;
 #pragma unroll 1
     for (int i = 0; i < rows.count; i += most) {
       const Rows some = {rows.first + i * rows.step, rows.step, min(most, rows.count - i)};
-      if (has_part(1)) copy(merge, some, rehearses);
-      if (!rehearses) synchronize();
-      if (has_part(2)) weigh(merge, some, rehearses);
+      copy(merge, some);
+      synchronize();
+      weigh(merge, some);
       ptx::cp_async_wait<0>();
-      if (!rehearses) synchronize();
-      if (rehearses ? warp_idx_ == 3 : rows.count < 4) {
-        add<1>(merge, some, rehearses);
-      } else if (has_part(4)) {
-        add<4>(merge, some, rehearses);
+      synchronize();
+      if (rows.count < 4) {
+        add<1>(merge, some);
+      } else {
+        add<4>(merge, some);
       }
-      if (!rehearses) synchronize();  // the places are free
+      synchronize();  // the places are free
     }
   }
 
   // Asks for the rows of all parts; leaves the parts' LSEs where weights will be.
-  __device__ __forceinline__ void copy(const MlaMerge& merge, const Rows& rows,
-                                       bool rehearses) const {
+  __device__ __forceinline__ void copy(const MlaMerge& merge, const Rows& rows) const {
     const int num_places = rows.count * merge.num_parts, place = lane_idx_ * kWarps + warp_idx_;
     const int row = static_cast<unsigned>(place) / static_cast<unsigned>(merge.num_parts);
     const int part = place - row * merge.num_parts;
@@ -231,7 +192,7 @@ class MlaPartMerge {
       const uint32_t target = place_address(i * kWarps + warp_idx_) + lane_idx_ * 16;
 #pragma unroll
       for (int bytes = 0; bytes < kRowBytes; bytes += 512) {
-        ptx::cp_async_16(target + bytes, source + bytes, !rehearses);
+        ptx::cp_async_16(target + bytes, source + bytes, true);
       }
     }
     ptx::cp_async_commit();
@@ -241,10 +202,9 @@ class MlaPartMerge {
   }
 
   // Makes weights of LSEs, a warp for each row.
-  __device__ __forceinline__ void weigh(const MlaMerge& merge, const Rows& rows,
-                                        bool rehearses) const {
+  __device__ __forceinline__ void weigh(const MlaMerge& merge, const Rows& rows) const {
 #pragma unroll 1
-    for (int i = rehearses ? 0 : warp_idx_; i < rows.count; i += kWarps) {
+    for (int i = warp_idx_; i < rows.count; i += kWarps) {
       const uint32_t weights = weight_address(i, merge.num_parts);
       const auto load = [&](int part) {
         return __uint_as_float(ptx::load_shared_4(weights + part * 4));
@@ -269,7 +229,7 @@ class MlaPartMerge {
       sum = over_lanes(sum, [](float a, float b) { return a + b; });
       const int row = rows.first + i * rows.step;
       const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
-      if (lane_idx_ == 0 && !rehearses) end.write_lse(params_);
+      if (lane_idx_ == 0) end.write_lse(params_);
 #pragma unroll 1
       for (int part = lane_idx_; part < merge.num_parts; part += 32) {
         store(part, load(part) * end.factor);
@@ -289,13 +249,11 @@ class MlaPartMerge {
   // Each thread has `kPairs` pairs of columns: one shares a row of many parts among all threads,
   // four have more rows at a time.
   template <int kPairs>
-  __device__ __forceinline__ void add(const MlaMerge& merge, const Rows& rows,
-                                      bool rehearses) const {
+  __device__ __forceinline__ void add(const MlaMerge& merge, const Rows& rows) const {
     constexpr int kRowThreads = Tile::kDimCkv / 2 / kPairs;
     const int thread = threadIdx.x % kRowThreads;
 #pragma unroll 1
-    for (int i = rehearses ? 0 : threadIdx.x / kRowThreads; i < rows.count;
-         i += kThreads / kRowThreads) {
+    for (int i = threadIdx.x / kRowThreads; i < rows.count; i += kThreads / kRowThreads) {
       uint32_t weights = weight_address(i, merge.num_parts);
       uint32_t source = place_address(i * merge.num_parts) + thread * kPairs * 4;
       float sums[2 * kPairs] = {};
@@ -329,10 +287,9 @@ class MlaPartMerge {
       }
       if constexpr (kPairs == 1) {
         const int pair = Tile::kPartsAsHeld ? mla_part_pair(thread) : thread;
-        if (!rehearses) reinterpret_cast<uint32_t*>(target)[pair] = words[0];
+        reinterpret_cast<uint32_t*>(target)[pair] = words[0];
       } else {
         if constexpr (Tile::kPartsAsHeld) transpose_in_quad(words, lane_idx_);
-        if (rehearses) continue;
         reinterpret_cast<uint4*>(target)[thread] = uint4{words[0], words[1], words[2], words[3]};
       }
     }
