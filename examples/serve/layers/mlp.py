@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,27 @@ class Mlp(Body):
         return takes_sums(self.up)
 
     def rows(self, x: torch.Tensor | Codes | Sum) -> torch.Tensor:
-        return self.down(self._activate(self.up(x)))
+        return self.down(self._gated(x) if isinstance(x, Codes) else self._activate(self.up(x)))
+
+    def _gated(self, x: Codes) -> torch.Tensor | Codes:
+        """The product with gate and values, and their activation: in one kernel if there is one."""
+        if not self._is_one_kernel:
+            return self._activate(self.up(x))
+        product = kernels.gemm.fp8_blockscale_gemm_swiglu_sm90
+        up = self.up.weight, x.scales, self.up.scale
+        return Codes(*product(x.numbers, *up, weight_ready=True))
+
+    @functools.cached_property
+    def _is_one_kernel(self) -> bool:
+        """Whether the package rounds the activation of 8-bit products where it multiplies."""
+        return (
+            isinstance(self.up, Fp8Blocks)
+            and isinstance(self.down, Fp8Blocks)
+            and self.up.bias is None
+            and self.activation == "silu_and_mul"
+            and len(self.up.weight) % (2 * BLOCK) == 0
+            and hasattr(kernels.gemm, "fp8_blockscale_gemm_swiglu_sm90")
+        )
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor | Codes:
         """Values times gate, in 8 bits where a product of these follows."""
@@ -74,8 +95,12 @@ class Mlp(Body):
 
     def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         gates = x.new_zeros(len(x), 2 * self.down.inputs)
-        sums = sum_parts(self.up, x)
-        return [lambda: self.up(x), *sums, lambda: self.down(self._activate(gates))]
+        calls = [lambda: self.up(x), *sum_parts(self.up, x)]
+        if self._is_one_kernel:
+            codes = torch.zeros_like(x, dtype=torch.float8_e4m3fn)
+            scales = x.new_zeros(len(x), self.up.inputs // BLOCK, dtype=torch.float32)
+            calls.append(lambda: self._gated(Codes(codes, scales)))
+        return [*calls, lambda: self.down(self._activate(gates))]
 
     def __call__(
         self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any = None
