@@ -262,6 +262,7 @@ CASES: dict[str, Callable[..., None]] = {
     ).CASES["page_size"](operation, *rest),
 }
 
+GATED_CASES = CASES | {"out": receives(0), "out_scale": receives(1)}
 SUM_CASES = CASES | {"out": receives(0), "residual_out": receives(1), "normed_out": receives(2)}
 
 
@@ -287,6 +288,7 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
         general = moe_cases.CASES
     planned = {**attention_wrapper_cases.CASES, **mla_cases.CASES, **segment_cases.CASES}
     planned |= table_cases.CASES | {"add_rmsnorm_mm_bf16": SUM_CASES}
+    planned |= {"fp8_blockscale_gemm_swiglu_sm90": GATED_CASES}
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"
     cases[name](operation, name, operation.arguments(device=device))
