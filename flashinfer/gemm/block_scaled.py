@@ -9,8 +9,8 @@ from .._common.dtypes import check_dtype, torch_name
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..quantization._kernels import SCALE_BLOCK, quantize_rows
-from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ..trace.templates.gated_product import fp8_blockscale_gemm_swiglu_sm90_trace
+from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ._checks import check_out, check_same_device
 from ._choice import GemmProblem
 from ._launch import STARTS_EARLY, launch
