@@ -19,6 +19,8 @@ from .weights import Weights
 
 ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
 """By their names in checkpoints, the operations that multiply gate and values."""
+FEW = 64
+"""Rows up to which one kernel that multiplies, activates and rounds is faster than two."""
 
 
 @dataclass
@@ -66,8 +68,8 @@ class Mlp(Body):
         return self.down(self._gated(x) if isinstance(x, Codes) else self._activate(self.up(x)))
 
     def _gated(self, x: Codes) -> torch.Tensor | Codes:
-        """The product with gate and values, and their activation: in one kernel if there is one."""
-        if not self._is_one_kernel:
+        """The product with gate and values, and their activation, of few rows in one kernel."""
+        if len(x) > FEW or not self._is_one_kernel:
             return self._activate(self.up(x))
         product = kernels.gemm.fp8_blockscale_gemm_swiglu_sm90
         up = self.up.weight, x.scales, self.up.scale
@@ -96,7 +98,7 @@ class Mlp(Body):
     def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         gates = x.new_zeros(len(x), 2 * self.down.inputs)
         calls = [lambda: self.up(x), *sum_parts(self.up, x)]
-        if self._is_one_kernel:
+        if len(x) <= FEW and self._is_one_kernel:
             codes = torch.zeros_like(x, dtype=torch.float8_e4m3fn)
             scales = x.new_zeros(len(x), self.up.inputs // BLOCK, dtype=torch.float32)
             calls.append(lambda: self._gated(Codes(codes, scales)))
