@@ -127,6 +127,20 @@ def _build_groupwise(case: Namespace, device: str) -> Arguments:
     }
 
 
+def _build_rounded(case: Namespace, device: str) -> Arguments:
+    """`output_size` counts gates and values."""
+    m, n, k = case.batch_size, case.output_size, case.hidden_size
+    return {
+        "input": _rows(case, m, device).to(torch.float8_e4m3fn),
+        "weight": _rows(case, n, device).to(torch.float8_e4m3fn),
+        "input_scale": torch.rand(m, k // _SCALE_BLOCK, device=device) + 0.5,
+        "weight_scale": (torch.rand(n // _SCALE_BLOCK, k // _SCALE_BLOCK, device=device) + 0.5)
+        / k**0.5,
+        "out": torch.empty(m, n // 2, dtype=torch.float8_e4m3fn, device=device),
+        "out_scale": torch.empty(m, n // 2 // _SCALE_BLOCK, device=device),
+    }
+
+
 def _format(text: str) -> str:
     """Format of 4-bit weights."""
     if text not in _FORMATS:
@@ -255,6 +269,18 @@ register(
             12.0 * arguments["a"].shape[1] ** 0.5, 64
         ),
         backends={"cuda": Backend("flashinfer.gemm:mm_add_rmsnorm_bf16")},
+    )
+)
+register(
+    Routine(
+        name="fp8_blockscale_gemm_swiglu_sm90",
+        api="flashinfer.gemm:fp8_blockscale_gemm_swiglu_sm90",
+        flags=_SHAPE,
+        build=_build_rounded,
+        reads=["input", "weight", "input_scale", "weight_scale"],
+        writes=["out", "out_scale"],
+        flops=_flops,
+        backends={"cuda": Backend("flashinfer.gemm:fp8_blockscale_gemm_swiglu_sm90")},
     )
 )
 register(

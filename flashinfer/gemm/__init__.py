@@ -5,6 +5,7 @@ from ..jit.gemm import gen_gemm_module as gen_gemm_module
 from ..jit.gemm import gen_gemm_sm90_module as gen_gemm_sm90_module
 from .batched import bmm_fp8 as bmm_fp8
 from .block_scaled import fp8_blockscale_gemm_sm90 as fp8_blockscale_gemm_sm90
+from .block_scaled import fp8_blockscale_gemm_swiglu_sm90 as fp8_blockscale_gemm_swiglu_sm90
 from .dense import bmm_bf16 as bmm_bf16
 from .dense import mm_bf16 as mm_bf16
 from .dense import tinygemm_bf16 as tinygemm_bf16

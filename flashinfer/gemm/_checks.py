@@ -8,8 +8,10 @@ from .._common.checks import tensor as check_tensor
 from .._common.dtypes import check_dtype
 
 
-def check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse a destination that cannot receive a contiguous result.
+def check_out(
+    out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str = "out"
+) -> None:
+    """Refuse a destination, called `name`, that cannot receive a contiguous result.
 
     Raises
     ------
@@ -18,12 +20,12 @@ def check_out(out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dty
     """
     if out is None:
         return
-    check_tensor("out", out)
+    check_tensor(name, out)
     if out.shape != shape:
-        raise ValueError(f"`out` must have shape {list(shape)}, got {list(out.shape)}")
-    check_dtype("out", out.dtype, (dtype,))
+        raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(out.shape)}")
+    check_dtype(name, out.dtype, (dtype,))
     if not out.is_contiguous():
-        raise ValueError(f"`out` must be contiguous, got strides {list(out.stride())}")
+        raise ValueError(f"`{name}` must be contiguous, got strides {list(out.stride())}")
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from .._common.dtypes import FLOAT8
 from ..jit.gemm import GATED, GemmConfig
 
-_CLUSTERS = {1: 132, 2: 66, 4: 30}
+_CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 30}
 """CTAs of a cluster to clusters that an H200 runs at a time."""
 _CLOCK = 1700.0  # per microsecond
 _BYTES = 3.9e6  # of memory per microsecond
@@ -25,6 +25,7 @@ _CACHE_BYTES = 7.5e6  # of L2 per microsecond
 _FEW_CACHE_BYTES = 5.8e6  # the same for few tokens without groups
 _ROUTED_CTA_BYTES = 4.5e4  # that a CTA loads per microsecond for few routed rows
 _FEW_CTA_BYTES = {1: 4.0e4, 2: 6.0e4}  # the same for few tokens, by the bytes of an element
+_WIDE_CTA_BYTES = 4.2e4  # the same where stages of 64 tokens have 128 columns on most SMs
 _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longest
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
@@ -174,7 +175,7 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
         most = rows + round(2 * math.sqrt(rows)) if problem.routed else rows
         for tile_rows in sorted({_rows_of_tile(rows), _rows_of_tile(most)}):
             if tile_rows > 32 and blocks and problem.dtype_out not in FLOAT8:
-                yield from _few(base, rows)
+                yield from _few(base, rows, problem.columns)
             else:
                 yield from _narrow(base, tile_rows, gated)
         if problem.group_rows <= _MAX_TOKENS // 2 or (blocks and problem.dtype_out not in FLOAT8):
@@ -202,19 +203,22 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
         yield replace(wide, max_stages=_STORING_STAGES)
 
 
-def _few(base: GemmConfig, rows: int) -> Iterator[GemmConfig]:
+def _few(base: GemmConfig, rows: int, columns: int) -> Iterator[GemmConfig]:
     """Tiles of 33 to 128 tokens with a scale for every block.
 
     Tokens are the tensor cores' rows, though some may be missing: then a thread multiplies few
     scales, not one for every column.
     """
-    for tile_rows, columns in ((64, 64), (128, 64), (128, 128)):
+    for tile_rows, width in ((64, 64), (128, 64), (128, 128)):
         if tile_rows == 128 and rows <= 64:
             continue
-        tile = replace(base, tile_rows=tile_rows, tile_columns=columns, consumers=tile_rows // 64)
+        tile = replace(base, tile_rows=tile_rows, tile_columns=width, consumers=tile_rows // 64)
         yield from (tile, replace(tile, splits=2))
-        if columns == 64:
+        if width == 64:
             yield replace(tile, cluster_columns=2)
+    # Tokens are loaded by half as many tiles; more columns would take a second round.
+    if rows <= 64 and columns <= 32 * 128:
+        yield replace(base, tile_rows=64, consumers=1, splits=3)
 
 
 def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfig]:
@@ -267,7 +271,10 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     # Few CTAs do not draw what memory could give.
     drawn = 0.0
     if few:
-        drawn = rounds * blocks * loaded / _FEW_CTA_BYTES[element]
+        wide = (64, 128, False)
+        is_wide = (config.tile_rows, config.tile_columns, config.swap) == wide and units >= 28
+        rate = _WIDE_CTA_BYTES if is_wide else _FEW_CTA_BYTES[element]
+        drawn = rounds * blocks * loaded / rate
     elif problem.routed and config.swap:
         drawn = rounds * blocks * loaded / _ROUTED_CTA_BYTES
     parts = sorted((compute, cache, max(drawn, (weights + rows) / _BYTES)))

@@ -252,7 +252,10 @@ def with_rows(arguments: tuple[Any, ...], problem: GemmProblem, rows: int) -> tu
             by_k = scales[0].ndim == 1 or layout & _BY_K
             scales = (resized(scales[0], -1 if by_k else -2, scale_rows), *scales[1:])
     if scales is not None and problem.scale == "block" and scales[2] is not None:
-        scales = (*scales[:2], torch.empty_like(scales[2]))  # of 8-bit results
+        of_codes = torch.empty_like(scales[2])
+        if problem.groups == "batch":
+            of_codes = resized(of_codes, -2, rows)
+        scales = (*scales[:2], of_codes)
     return names, out, a, b, scales, bias, alpha, index, gate, layout, max_ctas, pdl
 
 

@@ -9,6 +9,7 @@ from .._common.dtypes import check_dtype, torch_name
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..quantization._kernels import SCALE_BLOCK, quantize_rows
+from ..trace.templates.gated_product import fp8_blockscale_gemm_swiglu_sm90_trace
 from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
 from ._checks import check_out, check_same_device
 from ._choice import GemmProblem
@@ -176,3 +177,128 @@ def fp8_blockscale_gemm_sm90(
     scales = input_scale, weight_scale
     layout = STARTS_EARLY if starts_early else 0
     return launch(problem, "input", out, input, weight, scales, layout=layout)
+
+
+@supported_compute_capability([90])
+def _check_gated(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    weight_ready: bool,
+) -> bool:
+    check_tensors(input=input, weight=weight)
+    check_flag("weight_ready", weight_ready)
+    for name, operand in (("input", input), ("weight", weight)):
+        check_dtype(name, operand.dtype, (torch.float8_e4m3fn,))
+        if operand.ndim != 2 or not operand.is_contiguous():
+            raise ValueError(
+                f"`{name}` must be a contiguous matrix, got shape {list(operand.shape)} and "
+                f"strides {list(operand.stride())}"
+            )
+    (m, k), n = input.shape, weight.shape[0]
+    if weight.shape[1] != k or k == 0 or k % SCALE_BLOCK:
+        raise ValueError(
+            f"`weight` must have shape [n, {k}] for `input`, a multiple of 128, got "
+            f"{list(weight.shape)}"
+        )
+    if n == 0 or n % (2 * SCALE_BLOCK):
+        raise ValueError(f"`weight` must have an n that is a multiple of 256, got {n}")
+    _check_scale("input", input, input_scale, [(m, k // SCALE_BLOCK)])
+    _check_scale("weight", weight, weight_scale, [(n // SCALE_BLOCK, k // SCALE_BLOCK)])
+    check_out(out, (m, n // 2), torch.float8_e4m3fn)
+    check_out(out_scale, (m, n // 2 // SCALE_BLOCK), torch.float32, name="out_scale")
+    check_same_device(
+        input=input,
+        weight=weight,
+        input_scale=input_scale,
+        weight_scale=weight_scale,
+        out=out,
+        out_scale=out_scale,
+    )
+    return True
+
+
+@backend_requirement({}, common_check=_check_gated)
+@flashinfer_api(trace=fp8_blockscale_gemm_swiglu_sm90_trace)
+def fp8_blockscale_gemm_swiglu_sm90(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    *,
+    weight_ready: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``silu(gates) * values`` of ``input @ weight.T``, in 8 bits with a scale for 128 columns.
+
+    As `fp8_blockscale_gemm_sm90`, the gated activation and `per_token_group_quant_8bit` one after
+    the other, but in one kernel: neither the product nor its activation is rounded to 16 bits.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[m, k]``, float8_e4m3fn, contiguous, on a Hopper GPU; k is a multiple of 128.
+    weight : torch.Tensor
+        ``[n, k]``, float8_e4m3fn, contiguous: the first half of the rows makes gates, the second
+        one values. n is a multiple of 256.
+    input_scale : torch.Tensor
+        ``[m, k / 128]``, float32, any strides.
+    weight_scale : torch.Tensor
+        ``[n / 128, k / 128]``, float32, any strides.
+    out : torch.Tensor, optional
+        ``[m, n / 2]``, float8_e4m3fn, contiguous: receives the codes.
+    out_scale : torch.Tensor, optional
+        ``[m, n / 256]``, float32, contiguous: receives the scales, each the largest magnitude of
+        128 columns divided by 448.
+    weight_ready : bool
+        As for `fp8_blockscale_gemm_sm90`. Changes no result.
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor)
+        Codes and scales; `out` and `out_scale` if they were given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
+    BackendSupportedError
+        A ``ValueError``: if the GPU is not a Hopper.
+
+    Notes
+    -----
+    Shazeer, "GLU Variants Improve Transformer", 2020; scales as for `fp8_blockscale_gemm_sm90`.
+
+    Examples
+    --------
+    >>> x = torch.randn(16, 256, device="cuda").to(torch.float8_e4m3fn)
+    >>> w = torch.randn(512, 256, device="cuda").to(torch.float8_e4m3fn)
+    >>> scales = torch.ones(16, 2, device="cuda"), torch.ones(4, 2, device="cuda")
+    >>> codes, scale = flashinfer.gemm.fp8_blockscale_gemm_swiglu_sm90(x, w, *scales)
+    >>> codes.shape, scale.shape
+    (torch.Size([16, 256]), torch.Size([16, 2]))
+    """
+    (m, k), n = input.shape, weight.shape[0]
+    out = input.new_empty((m, n // 2)) if out is None else out
+    if out_scale is None:
+        out_scale = input_scale.new_empty((m, n // 2 // SCALE_BLOCK))
+    if m == 0:
+        return out, out_scale
+    problem = GemmProblem(
+        input.dtype,
+        weight.dtype,
+        out.dtype,
+        rows=m,
+        columns=n,
+        k=k,
+        scale="block",
+        activation="swiglu",
+    )
+    scales = input_scale, weight_scale, out_scale
+    layout = STARTS_EARLY if weight_ready else 0
+    launch(problem, "input", out, input, weight, scales, layout=layout)
+    return out, out_scale

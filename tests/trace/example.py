@@ -72,6 +72,7 @@ The calls are in the other files ``example_*.py``. The files are committed, and
     fp4_quantize_h7168_global_scale.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_e4m3_input_scale_weight_scale_out_bf16.json
     fp8_blockscale_gemm_sm90_n4096_k7168_scales32_weight_e4m3_weight_scale.json
+    fp8_blockscale_gemm_swiglu_sm90_n4096_k7168.json
     fp8_linear_n1536_k2048_e4m3_out_bf16.json
     fp8_mqa_logits_h64_d128.json
     fp8_paged_mqa_logits_n2_h64_d128_ps64_logits_f32.json

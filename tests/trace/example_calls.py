@@ -128,6 +128,7 @@ def call_products(dtype) -> None:
     flashinfer.gemm.fp8_blockscale_gemm_sm90(x, codes, weight_scale=scale)
     x_scale = torch.ones(NUM_TOKENS, 56)
     flashinfer.gemm.fp8_blockscale_gemm_sm90(x.to(codes.dtype), codes, x_scale, scale)
+    flashinfer.gemm.fp8_blockscale_gemm_swiglu_sm90(x.to(codes.dtype), codes, x_scale, scale)
     queries = torch.randn(128, NUM_TOKENS, 128).to(codes.dtype)
     latent = torch.randn(128, 512, 128).to(codes.dtype).transpose(1, 2)
     one = torch.ones(1)

@@ -275,6 +275,7 @@ CASES: dict[str, Callable[..., None]] = {
     ).CASES["page_size"](operation, *rest),
 }
 
+GATED_CASES = CASES | {"out": receives(0), "out_scale": receives(1)}
 SUM_CASES = CASES | {"out": receives(0), "residual_out": receives(1), "normed_out": receives(2)}
 HEAD_CASES = SUM_CASES | {
     "bias": adds_to_the_product,
@@ -315,6 +316,7 @@ def test_optional_argument(operation: Operation, name: str, device: torch.device
         "add_rmsnorm_mm_bf16": SUM_CASES,
         "add_rmsnorm_mm_rope_append_bf16": HEAD_CASES,
         "add_rmsnorm_mm_route_bf16": ROUTE_CASES,
+        "fp8_blockscale_gemm_swiglu_sm90": GATED_CASES,
     }
     cases = planned.get(operation.function.__qualname__, general)
     assert name in cases, f"say in CASES what {name} of {operation.label} does"

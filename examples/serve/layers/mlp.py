@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from .weights import Weights
 
 ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
 """By their names in checkpoints, the operations that multiply gate and values."""
+MOST_GATED = 64
+"""Rows up to which one kernel that multiplies, activates and rounds is faster than two."""
 
 
 @dataclass
@@ -86,6 +89,10 @@ class Mlp(Body):
         return inner
 
     def _inner(self, x: torch.Tensor | Codes | Sum) -> torch.Tensor | Codes:
+        if isinstance(x, Codes) and self._gates_codes(x):
+            product = kernels.gemm.fp8_blockscale_gemm_swiglu_sm90
+            up = self.up.weight, x.scales, self.up.scale
+            return Codes(*product(x.numbers, *up, weight_ready=True))
         if isinstance(x, torch.Tensor) and self._gates(x):
             return self.up.gated(x)
         return self._activate(self.up(x))
@@ -94,6 +101,22 @@ class Mlp(Body):
         """Whether gate and values are one kernel with their activation."""
         silu = self.activation == "silu_and_mul" and not isinstance(self.down, Fp8Blocks)
         return silu and isinstance(self.up, Linear) and self.up.gates(x)
+
+    def _gates_codes(self, x: Codes | torch.Tensor) -> bool:
+        """Whether they are one kernel that rounds the activation, too."""
+        return len(x) <= MOST_GATED and self._rounds
+
+    @functools.cached_property
+    def _rounds(self) -> bool:
+        """Whether the package rounds the activation of 8-bit products where it multiplies."""
+        return (
+            isinstance(self.up, Fp8Blocks)
+            and isinstance(self.down, Fp8Blocks)
+            and self.up.bias is None
+            and self.activation == "silu_and_mul"
+            and len(self.up.weight) % (2 * BLOCK) == 0
+            and hasattr(kernels.gemm, "fp8_blockscale_gemm_swiglu_sm90")
+        )
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor | Codes:
         """Values times gate, in 8 bits where a product of these follows."""
@@ -106,10 +129,15 @@ class Mlp(Body):
     def parts(self, x: torch.Tensor, batch: LaterBatch, cache: Any) -> list[Callable[[], Any]]:
         gates = x.new_zeros(len(x), 2 * self.down.inputs)
         inner = x.new_zeros(len(x), self.down.inputs)
+        calls: list[Callable[[], Any]] = [lambda: self.up(x), *sum_parts(self.up, x)]
+        if self._gates(x):
+            calls.append(lambda: self._inner(x))
+        if self._gates_codes(x):
+            codes = torch.zeros_like(x, dtype=torch.float8_e4m3fn)
+            scales = x.new_zeros(len(x), self.up.inputs // BLOCK, dtype=torch.float32)
+            calls.append(lambda: self._inner(Codes(codes, scales)))
         return [
-            lambda: self.up(x),
-            *sum_parts(self.up, x),
-            *([lambda: self._inner(x)] if self._gates(x) else []),
+            *calls,
             lambda: self.down(self._activate(gates)),
             *norm_parts(self.down, inner, x),
         ]

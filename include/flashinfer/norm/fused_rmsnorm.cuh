@@ -450,11 +450,14 @@ inline cudaError_t launch_fused_rmsnorm(FusedRmsnormParams params, const DeviceI
                                                                                           : 512;
     return launch_kernel(kernel, dim3(num_rows), dim3(threads), 0, stream, enable_pdl, params);
   }
-  // Each row gets a warp, or a CTA with 32 bytes per thread.
+  // Each row gets a warp, or a CTA with 32 bytes per thread. Few rows that are quantised get a CTA
+  // with 16 bytes per thread: its time is that of one row (docs/tuning/fused_norm.md).
   const bool is_warp = num_vecs <= 32 * Traits::kMostVecs;
-  constexpr int kVecsOfCta = Traits::kMostVecs / 2;
-  const uint32_t threads = is_warp ? 32 : round_up(ceil_div<uint32_t>(num_vecs, kVecsOfCta), 32u);
-  const int vecs = is_warp ? (num_vecs <= 32 ? 1 : num_vecs <= 64 ? 2 : 4) : kVecsOfCta;
+  const bool is_few =
+      Traits::kGroups && num_rows <= static_cast<uint32_t>(device.num_sms) && num_vecs <= 512;
+  const int vecs_of_cta = is_few ? 1 : Traits::kMostVecs / 2;
+  const uint32_t threads = is_warp ? 32 : round_up(ceil_div<uint32_t>(num_vecs, vecs_of_cta), 32u);
+  const int vecs = is_warp ? (num_vecs <= 32 ? 1 : num_vecs <= 64 ? 2 : 4) : vecs_of_cta;
   const uint32_t rows_per_cta = is_warp ? (num_vecs > 64 ? 2 : 4) : 1;
   const uint32_t num_steps = ceil_div(num_rows, rows_per_cta);
   const uint32_t threads_per_sm = is_warp ? 2048 : 1024;
