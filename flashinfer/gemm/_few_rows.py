@@ -14,6 +14,7 @@ from ..jit.one_row import COLUMNS, OneRowConfig, gen_one_row_module
 
 _MOST_K = 1 << 15
 _MOST_SPLITS = 8
+_LARGE = 1 << 24  # elements of b from which on one row, too, is faster by the kernel of several
 _LEAST_PART = 128  # rows of b of a CTA
 _WIDE_PART = 1024  # and of one with 128 columns
 
@@ -25,6 +26,13 @@ def takes(a: Any, b: Any) -> bool:
     if a.ndim != 2 or b.ndim != 2 or b.stride(1) != 1 or b.stride(0) == 1:
         return False
     return 1 <= len(a) <= ROWS and len(b) <= _MOST_K
+
+
+def product_kernel(device: torch.device, m: int, n: int, k: int) -> tuple[Kernel, int]:
+    """The kernel for a product of `m` rows, and how many CTAs divide k."""
+    if m == 1 and (n * k < _LARGE or n % 64 != 0 or k % 16 != 0):
+        return one_row_kernel(device, n, k)
+    return few_rows_kernel(device, n, k)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -105,10 +105,12 @@ __device__ __forceinline__ void store_few_rows(const FewRowsParams& params, floa
       }
     }
     if (params.bias != nullptr) {
-      Vector<T, 4> bias;
-      bias.load(static_cast<const T*>(params.bias) + column);
+      Vector<T, 2> bias[2];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] += bias[e];
+      for (int e = 0; e < 4; ++e) {
+        if (e % 2 == 0) bias[e / 2].load(static_cast<const T*>(params.bias) + column + e);
+        y[e] += bias[e / 2][e % 2];
+      }
     }
     Vector<T, 4> result;
     result.from_floats(y);
