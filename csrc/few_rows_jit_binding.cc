@@ -30,12 +30,12 @@ void check_rows(const Tensor& tensor) {
   }
 }
 
-void check_vector(const Tensor& tensor, int64_t size) {
+void check_vector(const Tensor& tensor, int64_t size, int bytes) {
   ffi::check_dtype(tensor, kDtype);
   ffi::check_shape(tensor, {size});
   ffi::check_last_dim_contiguous(tensor);
-  if (!ffi::is_aligned(tensor, 16)) {
-    ffi::raise("ValueError", "`%s` must be aligned to 16 bytes", tensor.name);
+  if (!ffi::is_aligned(tensor, bytes)) {
+    ffi::raise("ValueError", "`%s` must be aligned to %d bytes", tensor.name, bytes);
   }
 }
 
@@ -57,7 +57,7 @@ void take_norm(ffi::Args& args, FewRowsParams& params, const Tensor& out, const 
   ffi::check_contiguous(parts);
   check_rows(residual);
   ffi::check_shape(residual, {m, n});
-  check_vector(weight, n);
+  check_vector(weight, n, 16);
   for (const Tensor& written : {out, residual, parts}) {
     for (const Tensor& read : {a, b, weight}) ffi::check_disjoint(written, read);
   }
@@ -96,7 +96,7 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
     if (kOutput != FewRowsOutput::kProduct) {
       ffi::raise("ValueError", "`bias` must be None with a gate or a norm");
     }
-    check_vector(bias, n);
+    check_vector(bias, n, 4);
   }
   for (const ffi::Tensor& in : {a, b, bias}) {
     if (in) ffi::check_disjoint(out, in);

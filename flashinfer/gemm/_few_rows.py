@@ -10,9 +10,10 @@ import torch
 from .._common.arch import get_device_sm_count
 from .._common.kernels import Kernel
 from ..jit.few_rows import ROWS, FewRowsConfig, FewRowsOutput, gen_few_rows_module
-from ._one_row import MOST_SPLITS, splits_of
+from ._one_row import MOST_SPLITS, one_row_kernel, splits_of
 
 _MOST_K = 1 << 15
+_LARGE = 1 << 24  # elements of b from which on one row, too, is faster by the kernel of several
 _WIDE_PART = 1024  # rows of b of a CTA with 128 columns
 
 
@@ -23,6 +24,13 @@ def takes(a: Any, b: Any) -> bool:
     if a.ndim != 2 or b.ndim != 2 or b.stride(1) != 1 or b.stride(0) == 1:
         return False
     return 1 <= len(a) <= ROWS and len(b) <= _MOST_K
+
+
+def product_kernel(device: torch.device, m: int, n: int, k: int) -> tuple[Kernel, int]:
+    """The kernel for a product of `m` rows, and how many CTAs divide k."""
+    if m == 1 and (n * k < _LARGE or n % 64 != 0 or k % 16 != 0):
+        return one_row_kernel(device, n, k)
+    return few_rows_kernel(device, n, k)
 
 
 @functools.lru_cache(maxsize=4096)

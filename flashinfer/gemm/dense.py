@@ -16,9 +16,8 @@ from ..autotuner.listeners import call_on_change
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
 from ._choice import GemmProblem
-from ._few_rows import few_rows_kernel, takes
+from ._few_rows import product_kernel, takes
 from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
-from ._one_row import one_row_kernel
 from ._tuning import HOPPER, choose_product, choose_tiles, is_hopper, is_tuning
 
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -206,8 +205,7 @@ def _few_rows(
         )
     if out is None:
         out = a.new_empty(len(a), b.shape[1])
-    choose = one_row_kernel if len(a) == 1 else few_rows_kernel
-    kernel, splits = choose(a.device, b.shape[1], b.shape[0])
+    kernel, splits = product_kernel(a.device, len(a), b.shape[1], b.shape[0])
     kernel(out, a, b, bias, splits, pdl, weight_ready)
     return out
 

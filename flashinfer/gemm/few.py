@@ -37,10 +37,10 @@ def mm_silu_and_mul_bf16(
     out : torch.Tensor, optional
         ``[m, n]``, bfloat16, rows contiguous: receives the result. It may not overlap `a` or `b`.
     enable_pdl : bool, optional
-        Programmatic dependent launch; None: yes. Changes no result. This kernel itself does not
-        begin early, but the next one may.
+        Programmatic dependent launch; None: yes. Changes no result.
     weight_ready : bool
-        The kernel that precedes this one does not write `b`. Changes no result.
+        The kernel that precedes this one does not write `b`, so that it may be loaded before that
+        one ends. Changes no result.
 
     Returns
     -------

@@ -155,5 +155,5 @@ def test_others_are_refused(device: torch.device) -> None:
         gemm.mm_silu_and_mul_bf16(a, b[:, :64])
     with pytest.raises(ValueError, match="`b` must have a multiple of 256 columns with a norm"):
         gemm.mm_add_rmsnorm_bf16(a, b[:, :128], total[:, :128], weight[:128])
-    with pytest.raises(ValueError, match="overlap"):
+    with pytest.raises(ValueError, match="`out` must not share memory with `residual`"):
         gemm.mm_add_rmsnorm_bf16(a, b, total, weight, out=total)

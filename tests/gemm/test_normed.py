@@ -62,8 +62,11 @@ def test_norm_and_product(shape: tuple[int, int], ready: bool, device: torch.dev
     # Squares are added in another order.
     near = torch.finfo(BF16).eps * x.abs().float()
     assert bool(((normed.float() - x.float()).abs() <= near).all())
-    plain = gemm.mm_bf16(normed, call["b"], call.get("bias"))
-    assert torch.equal(out, plain)
+    # Large weights have another kernel then, which adds in another order.
+    plain = gemm.mm_bf16(normed, call["b"], call.get("bias")).float()
+    size = normed.double().abs() @ call["b"].double().abs()
+    bound = 2 * torch.finfo(BF16).eps * plain.abs() + 2.0**-13 * size
+    assert bool(((out.float() - plain).abs() <= bound).all())
 
 
 def test_layers_that_hand_each_other_residuals(device: torch.device) -> None:

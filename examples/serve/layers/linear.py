@@ -86,9 +86,9 @@ class Sum:
 class Linear:
     """Weights of 16 bits.
 
-    The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: for few rows
-    cuBLAS has faster kernels for these, and for one the package has a kernel that loads
-    weights before the kernel before ends, unless they are large (docs/tuning/serving_step.md).
+    The matrix is ``[inputs, outputs]``, the other way round than in checkpoints: cuBLAS has faster
+    kernels for these, and for few rows the package has kernels that load weights before the
+    kernel before ends (docs/tuning/serving_step.md).
     """
 
     weight: torch.Tensor
@@ -102,7 +102,8 @@ class Linear:
     def takes_sums(self) -> bool:
         """Whether one row may be a `Sum`."""
         name = "add_rmsnorm_mm_bf16"
-        return self._is_ready and self.inputs <= 4096 and hasattr(kernels.gemm, name)
+        fits = self._is_ready and not self._is_few and self.inputs <= 4096
+        return fits and hasattr(kernels.gemm, name)
 
     def makes_heads(self, dim: int) -> bool:
         """Whether `heads` knows heads of `dim` elements."""

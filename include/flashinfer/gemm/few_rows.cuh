@@ -105,10 +105,12 @@ __device__ __forceinline__ void store_few_rows(const FewRowsParams& params, floa
       }
     }
     if (params.bias != nullptr) {
-      Vector<T, 4> bias;
-      bias.load(static_cast<const T*>(params.bias) + column);
+      Vector<T, 2> bias[2];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] += bias[e];
+      for (int e = 0; e < 4; ++e) {
+        if (e % 2 == 0) bias[e / 2].load(static_cast<const T*>(params.bias) + column + e);
+        y[e] += bias[e / 2][e % 2];
+      }
     }
     Vector<T, 4> result;
     result.from_floats(y);
@@ -297,22 +299,27 @@ __global__ void __launch_bounds__(kFewRowsNormThreads, 2)
 
 #ifndef __CUDACC_RTC__
 
+inline constexpr int kFewRowsCarveout = 44;  // per cent of shared memory: 100 KB of an SM
+
 // n is a multiple of kColumns and k of 16; rows begin at multiples of 16 bytes; `splits` is at most
 // 8, with a gate 1. With a norm, n is a multiple of 256 and at most 4096.
 template <typename Traits>
 inline cudaError_t launch_few_rows(FewRowsParams params, bool enable_pdl, cudaStream_t stream) {
   constexpr bool kIsNorm = Traits::kOutput == FewRowsOutput::kNorm;
-  // CTAs of large weights that come while another kernel runs may lie unevenly on the SMs.
-  const bool is_early = enable_pdl && Traits::kOutput != FewRowsOutput::kGated;
   params.part = ceil_div<uint32_t>(params.k, Traits::kBlock * params.splits) * Traits::kBlock;
   const auto kernel = few_rows_kernel<Traits>;
   cudaError_t error =
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                            cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (error != cudaSuccess) return error;
+  // CTAs that come while another kernel's run fit beside them only where the SM is divided alike: a
+  // busy one keeps its division, and would take one of two CTAs until it is empty.
+  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributePreferredSharedMemoryCarveout, kFewRowsCarveout);
+  if (error != cudaSuccess) return error;
   const uint32_t cluster = kIsNorm || params.splits == 1 ? 0 : params.splits;
   error = launch_kernel(kernel, dim3(params.n / Traits::kColumns * params.splits),
-                        dim3(Traits::kThreads), Traits::kSharedBytes, stream, is_early, params,
+                        dim3(Traits::kThreads), Traits::kSharedBytes, stream, enable_pdl, params,
                         cluster);
   if (error != cudaSuccess || !kIsNorm) return error;
   return launch_kernel(few_rows_norm_kernel<typename Traits::T>, dim3(params.m),
