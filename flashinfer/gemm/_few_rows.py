@@ -40,7 +40,7 @@ def few_rows_kernel(
     """The kernel for a product of up to 8 rows, and how many CTAs divide k.
 
     All CTAs run at once; of clusters, which they are without a norm, fewer fit the SMs.
-    docs/tuning/serving_step.md has the measurements.
+    docs/tuning/serving_step_few.md has the measurements.
     """
     sms = get_device_sm_count(device)
     most = 2 * sms if output is FewRowsOutput.NORM else 3 * sms // 2

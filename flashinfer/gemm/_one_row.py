@@ -27,7 +27,7 @@ _LEAST_PART = 128  # rows of b of a CTA
 def one_row_kernel(device: torch.device, n: int, k: int, norm: bool = False) -> tuple[Kernel, int]:
     """The kernel for a product, perhaps of a norm, and how many CTAs divide k.
 
-    All CTAs run at once, three of an SM. docs/tuning/serving_step.md has the measurements.
+    All CTAs run at once, three of an SM. docs/tuning/serving_step_few.md has the measurements.
     """
     most = 3 * get_device_sm_count(device)
     columns = next((size for size in COLUMNS if -(-n // size) <= most), COLUMNS[-1])

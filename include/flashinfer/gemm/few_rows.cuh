@@ -9,7 +9,7 @@
 // added in a fixed order: of the CTA's warps, then of the CTAs that divide k. These are a cluster,
 // or leave their sums to the kernel of the norm.
 //
-// Measurements, also of what lost: docs/tuning/serving_step.md.
+// Measurements, also of what lost: docs/tuning/serving_step_few.md.
 #pragma once
 
 #include <cstdint>

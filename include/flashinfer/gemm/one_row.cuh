@@ -8,7 +8,7 @@
 // before the kernel before ends. Sums are added in a fixed order: of a warp's threads, of the
 // warps, of the cluster's CTAs, which send theirs to the CTA that finishes a column.
 //
-// Measurements, also of what lost: docs/tuning/serving_step.md.
+// Measurements, also of what lost: docs/tuning/serving_step_few.md.
 #pragma once
 
 #include <cstdint>
