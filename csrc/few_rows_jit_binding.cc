@@ -39,13 +39,25 @@ void check_vector(const Tensor& tensor, int64_t size, int bytes) {
   }
 }
 
-// The norm's part of the parameters; `out`, `a`, `b` and the sizes have been checked.
-void take_norm(ffi::Args& args, FewRowsParams& params, const Tensor& out, const Tensor& a,
-               const Tensor& b) {
-  const Tensor parts = args.tensor("parts"), residual = args.tensor("residual");
-  const Tensor weight = args.tensor("norm_weight");
-  params.eps = static_cast<float>(args.number("eps"));
+struct Norm {
+  Tensor parts, residual, weight;
+  float eps = 0.f;
+};
+
+Norm take_norm(ffi::Args args) {
+  Norm norm;
+  norm.parts = args.tensor("parts");
+  norm.residual = args.tensor("residual");
+  norm.weight = args.tensor("norm_weight");
+  norm.eps = static_cast<float>(args.number("eps"));
   args.all_taken();
+  return norm;
+}
+
+// `out`, `a`, `b` and the sizes have been checked.
+void check_norm(const Norm& norm, const FewRowsParams& params, const Tensor& out, const Tensor& a,
+                const Tensor& b) {
+  const auto& [parts, residual, weight, eps] = norm;
   const int64_t m = a.dim(0), n = b.dim(1);
   if (n % 256 != 0 || n > 4096) {
     ffi::raise("ValueError",
@@ -63,10 +75,6 @@ void take_norm(ffi::Args& args, FewRowsParams& params, const Tensor& out, const 
   }
   ffi::check_disjoint(out, residual);
   for (const Tensor& tensor : {parts, residual, weight}) ffi::check_same_device(tensor, a);
-  params.parts = static_cast<float*>(parts.data());
-  params.residual = residual.data();
-  params.residual_stride = residual.stride(0);
-  params.norm_weight = weight.data();
 }
 
 }  // namespace
@@ -77,10 +85,16 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
   const ffi::Tensor out = args.tensor("out"), a = args.tensor("a"), b = args.tensor("b");
   const ffi::Tensor bias = args.optional_tensor("bias");
   FewRowsParams params = {};
-  params.splits = static_cast<uint32_t>(args.integer_in("splits", 1, kGated ? 1 : 8));
+  params.splits = static_cast<uint32_t>(args.integer_in("splits", 1, 8));
   const bool enable_pdl = args.flag("pdl");
   params.weight_ready = args.flag("weight_ready");
+  Norm norm;
+  if constexpr (kNorm) norm = take_norm(args.group("norm", 4));
+  args.all_taken();
 
+  if (kGated && params.splits != 1) {
+    ffi::raise("ValueError", "`splits` must be 1 with a gate, got %u", params.splits);
+  }
   for (const ffi::Tensor& tensor : {a, b, out}) check_rows(tensor);
   const int64_t m = a.dim(0), k = a.dim(1), n = b.dim(1);
   ffi::check_count(a, "rows", m, 1, 8);
@@ -106,10 +120,13 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
     if (tensor) ffi::check_same_device(tensor, a);
   }
   if constexpr (kNorm) {
-    ffi::Args norm = args.group("norm", 4);
-    take_norm(norm, params, out, a, b);
+    check_norm(norm, params, out, a, b);
+    params.parts = static_cast<float*>(norm.parts.data());
+    params.residual = norm.residual.data();
+    params.residual_stride = norm.residual.stride(0);
+    params.norm_weight = norm.weight.data();
+    params.eps = norm.eps;
   }
-  args.all_taken();
   if (n == 0) return;
   params.a = a.data();
   params.b = b.data();

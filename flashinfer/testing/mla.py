@@ -2,17 +2,20 @@
 
 As for other attention (attention.py): a kernel rounds each weight p_j to the type it multiplies
 with, so that an output is off by about u sqrt(sum p_j^2 c_j^2). Results of parts of a request are
-rounded once more before they are merged."""
+rounded once more before they are merged. With few heads on Hopper, tensor cores sum the logits of
+8-bit caches."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from .._common.dtypes import FLOAT8
 from ..trace.template import TraceTemplate
 from .attention import SpreadBound
 from .numerics import ErrorBound, unit_roundoff
@@ -26,10 +29,11 @@ class _Bounds(CheckOptions):
     """The result of `mla_check_options`."""
 
     spread: torch.Tensor | None = None
+    logit_error: float = 0.0
 
     def bound_for(self, output: torch.Tensor, arguments: Any) -> ErrorBound:
         if output.dtype == torch.float32:
-            return ErrorBound(0.0, 2.0**-20, 1e-3)
+            return ErrorBound(0.0, 2.0**-20, 1e-3 + self.logit_error)
         unit = unit_roundoff(output.dtype)
         return SpreadBound(1.01 * unit, 2.0**-16, 2.0**-20, spread=self.spread)
 
@@ -53,7 +57,25 @@ def mla_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> 
     factor = torch.exp2(shift).view(squares.shape[:-1])[..., None]
     deviation = (squares.clamp(min=0) * factor).sqrt()
     unit = unit_roundoff(gathered["o_dtype"])
-    return _Bounds(spread=8 * unit * o_scale * deviation)
+    error = _summing_error(gathered)
+    return _Bounds(spread=(8 * unit + 2 * error) * o_scale * deviation, logit_error=error)
+
+
+def _summing_error(gathered: Mapping[str, Any]) -> float:
+    """The error of a logit, base 2, whose keys of 8 bits are multiplied as they are.
+
+    The tensor cores of Hopper keep 13 bits below the largest of the products that they sum
+    (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2). What each product loses is
+    independent of the others.
+    """
+    error, rope = 0.0, abs(gathered.get("rope_factor", 1.0))
+    for query, keys, factor in (("q_nope", "ckv_cache", 1.0), ("q_pe", "kpe_cache", rope)):
+        q, k = gathered.get(query), gathered.get(keys)
+        if q is None or k is None or k.dtype not in FLOAT8 or not q.numel() or not k.numel():
+            continue
+        largest = [float(x.double().nan_to_num(0.0).abs().max()) for x in (q, k)]
+        error += factor * 2.0**-13 * q.shape[-1] ** 0.5 * largest[0] * largest[1]
+    return error * abs(gathered["sm_scale"]) * math.log2(math.e)
 
 
 def _results(template: TraceTemplate, gathered: Mapping[str, Any]) -> Any:

@@ -125,21 +125,22 @@ def test_what_lies_beyond_is_not_read(gpu: torch.device) -> None:
     [
         ({"b": torch.zeros(64, 24, dtype=BF16)}, "`b` must be contiguous along k"),
         ({"b": torch.zeros(24, 72, dtype=BF16).T}, "same k"),
-        ({"out": torch.zeros(4, 25, dtype=BF16)}, "`out` must have shape"),
-        ({"out": torch.zeros(4, 24)}, "`out` must have dtype"),
+        ({"out": torch.zeros(9, 25, dtype=BF16)}, "`out` must have shape"),
+        ({"out": torch.zeros(9, 24)}, "`out` must have dtype"),
         ({"bias": torch.zeros(25, dtype=BF16)}, "`bias` must have shape"),
-        ({"a": torch.zeros(4, 65, dtype=BF16)[:, 1:]}, "`a` must begin at a multiple of 16"),
+        ({"a": torch.zeros(9, 65, dtype=BF16)[:, 1:]}, "`a` must begin at a multiple of 16"),
         ({"backend": "cutlass"}, "`backend` must be"),
     ],
 )
 def test_mm_refusals(change: dict[str, Any], message: str, gpu: torch.device) -> None:
-    good = {"a": torch.zeros(4, 64, dtype=BF16), "b": torch.zeros(24, 64, dtype=BF16).T}
+    # More rows than take weights whose rows are contiguous.
+    good = {"a": torch.zeros(9, 64, dtype=BF16), "b": torch.zeros(24, 64, dtype=BF16).T}
     given = {
         name: value.to(gpu) if isinstance(value, torch.Tensor) else value
         for name, value in {**good, "backend": "tinygemm", **change}.items()
     }
     if "a" in change:
-        given["a"] = torch.zeros(4, 65, dtype=BF16, device=gpu)[:, 1:]
+        given["a"] = torch.zeros(9, 65, dtype=BF16, device=gpu)[:, 1:]
     if "b" in change and change["b"].stride(0) == 1:
         given["b"] = torch.zeros(24, 72, dtype=BF16, device=gpu).T
     with pytest.raises((ValueError, TypeError), match=message):

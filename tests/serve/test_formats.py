@@ -170,11 +170,11 @@ def test_formats_that_are_not_implemented(config: dict[str, Any], message: str):
         ModelConfig.from_dict({**SHAPE, "quantization_config": config})
 
 
-@pytest.mark.parametrize(("outputs", "takes"), [(6144, True), (28672, False)])
-def test_large_weights_multiply_single_rows_by_cublas(
+@pytest.mark.parametrize(("outputs", "takes"), [(2048, True), (6144, False), (28672, False)])
+def test_large_weights_multiply_single_rows_without_their_norm(
     monkeypatch: pytest.MonkeyPatch, outputs: int, takes: bool
 ) -> None:
-    """And no norm is left to such a product."""
+    """The kernel of several rows, which is faster then, has no norm before it."""
     monkeypatch.setattr("examples.serve.layers.linear.is_hopper", lambda device: True)
     weight = torch.empty(4096, outputs, dtype=torch.bfloat16, device="meta")
     assert Linear(weight).takes_sums == takes

@@ -27,8 +27,8 @@ def _pair_products(
     chosen = torch.full_like(tokens, -1, dtype=torch.int64)
     known = (tokens >= 0) & (tokens < adapters.shape[0])
     chosen[known] = adapters[tokens[known].long()].long()
-    for adapter in range(num_adapters):
-        for expert in range(num_experts):
+    for adapter, expert in torch.stack([chosen, experts.long()], -1).unique(dim=0).tolist():
+        if 0 <= adapter < num_adapters and 0 <= expert < num_experts:
             rows = torch.where((chosen == adapter) & (experts == expert))[0]
             product = x[rows].double() @ weights[adapter, expert].double().T
             out[rows] = product.to(weights.dtype).double()
