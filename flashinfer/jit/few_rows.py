@@ -19,7 +19,7 @@ COLUMNS = (64, 128)
 
 
 class FewRowsOutput(enum.Enum):
-    """What becomes of the sums; the enumerators of ``FewRowsOutput`` in C++."""
+    """The use of the sums; the enumerators of ``FewRowsOutput`` in C++."""
 
     PRODUCT = "kProduct"
     GATED = "kGated"

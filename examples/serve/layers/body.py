@@ -46,7 +46,7 @@ class Body:
         return None
 
     def before_last(self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any) -> torch.Tensor:
-        """What the last product multiplies, where its norm is computed with it."""
+        """The rows that the last product multiplies, where its norm is computed with it."""
         raise NotImplementedError
 
     def page_shape(self, page_size: int) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@
 
 namespace flashinfer {
 
-// What becomes of the sums a b.
+// The use of the sums a b.
 enum class FewRowsOutput {
   kProduct,  // out = a b + bias
   kGated,    // out = silu(first half of the columns) * second half
