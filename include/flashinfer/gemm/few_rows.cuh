@@ -16,6 +16,7 @@
 #include <flashinfer/collective/block_reduce.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/common/set_shared.h>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/gemm/few_rows_params.h>
 #include <flashinfer/ptx/cluster.cuh>
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(kFewRowsNormThreads, 2)
 
 #ifndef __CUDACC_RTC__
 
-inline constexpr int kFewRowsCarveout = 44;  // per cent of shared memory: 100 KB of an SM
+inline constexpr int kFewRowsPercent = 44;  // 100 KB of an SM, as measured best
 
 // n is a multiple of kColumns and k of 16; rows begin at multiples of 16 bytes; `splits` is at most
 // 8, with a gate 1. With a norm, n is a multiple of 256 and at most 4096.
@@ -312,10 +313,7 @@ inline cudaError_t launch_few_rows(FewRowsParams params, bool enable_pdl, cudaSt
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                            cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (error != cudaSuccess) return error;
-  // CTAs that come while another kernel's run fit beside them only where the SM is divided alike: a
-  // busy one keeps its division, and would take one of two CTAs until it is empty.
-  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributePreferredSharedMemoryCarveout, kFewRowsCarveout);
+  error = set_shared_percent(reinterpret_cast<const void*>(kernel), kFewRowsPercent);
   if (error != cudaSuccess) return error;
   const uint32_t cluster = kIsNorm || params.splits == 1 ? 0 : params.splits;
   error = launch_kernel(kernel, dim3(params.n / Traits::kColumns * params.splits),
