@@ -128,8 +128,7 @@ def _build_groupwise(case: Namespace, device: str) -> Arguments:
 
 
 def _build_rounded(case: Namespace, device: str) -> Arguments:
-    """`output_size` counts gates and values."""
-    m, n, k = case.batch_size, case.output_size, case.hidden_size
+    m, n, k = case.batch_size, 2 * case.intermediate_size, case.hidden_size
     return {
         "input": _rows(case, m, device).to(torch.float8_e4m3fn),
         "weight": _rows(case, n, device).to(torch.float8_e4m3fn),
@@ -275,11 +274,15 @@ register(
     Routine(
         name="fp8_blockscale_gemm_swiglu_sm90",
         api="flashinfer.gemm:fp8_blockscale_gemm_swiglu_sm90",
-        flags=_SHAPE,
+        flags=[
+            Flag("batch_size", positive, 64, "rows of the left operand"),
+            Flag("intermediate_size", positive, 14336, "columns of the result"),
+            Flag("hidden_size", positive, 4096, "terms of each sum"),
+        ],
         build=_build_rounded,
         reads=["input", "weight", "input_scale", "weight_scale"],
         writes=["out", "out_scale"],
-        flops=_flops,
+        flops=lambda case: int(4 * case.batch_size * case.intermediate_size * case.hidden_size),
         backends={"cuda": Backend("flashinfer.gemm:fp8_blockscale_gemm_swiglu_sm90")},
     )
 )
