@@ -99,7 +99,7 @@ def _route_configs() -> Iterator[OneRowRouteConfig]:
         yield OneRowRouteConfig(torch.bfloat16, columns)
 
 
-@register_generator(aot=_route_configs)
+@register_generator(aot=_route_configs, presets={"qwen3-moe": _route_configs})
 def gen_one_row_route_module(config: OneRowRouteConfig) -> JitSpec:
     """The module with ``one_row_route``."""
     return JitSpec.from_config(config, ["one_row_route.cu", "one_row_route_jit_binding.cc"])
