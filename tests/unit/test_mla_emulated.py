@@ -179,8 +179,8 @@ def test_faults_of_the_wide_kernel_are_found(
     ("statement", "other"),
     one_by_default(
         [
-            ("ptx::mbarrier_wait(address(control_.q_empty), query_parity_);", ""),
             ("item.qo_begin + static_cast<int>(token));", "item.qo_begin);"),
+            ("ptx::mbarrier_wait(address(control_.q_empty), query_parity_);", ""),
             ("ptx::mbarrier_expect(full, Tile::kChunkBytes);", ""),
             ("chunk % 2) == static_cast<int>(ptx::cluster_rank())", "chunk % 2) == 0"),
         ]
@@ -188,7 +188,7 @@ def test_faults_of_the_wide_kernel_are_found(
 )
 def test_faults_of_pairs_are_found(emulator: Emulator, statement: str, other: str) -> None:
     emulator.substitute(WIDE_PRODUCER, statement, other)
-    assert find_wide_fault(emulator, ("bfloat16",) * 3, (256, 64), cases=4, in_pairs=True)
+    assert find_wide_fault(emulator, ("bfloat16",) * 3, (256, 64), cases=16, in_pairs=True)
 
 
 @pytest.mark.parametrize(
