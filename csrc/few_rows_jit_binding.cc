@@ -6,8 +6,7 @@
 //             [splits, m, n] float32 is overwritten
 #include "few_rows.h"
 
-#include "ffi.h"
-#include "index_binding.h"
+#include "wide_rows.h"
 
 namespace flashinfer {
 namespace {
@@ -17,27 +16,6 @@ using ffi::Tensor;
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
 constexpr FewRowsOutput kOutput = FewRowsOutput::FLASHINFER_CFG_OUTPUT;
 constexpr bool kGated = kOutput == FewRowsOutput::kGated, kNorm = kOutput == FewRowsOutput::kNorm;
-
-void check_rows(const Tensor& tensor) {
-  ffi::check_dtype(tensor, kDtype);
-  ffi::check_ndim(tensor, 2, 2);
-  ffi::check_last_dim_contiguous(tensor);
-  const bool aligned = tensor.dim(0) <= 1 || tensor.stride(0) % 8 == 0;
-  if (!aligned || tensor.dim(1) % 8 != 0 || !ffi::is_aligned(tensor, 16)) {
-    ffi::raise("ValueError",
-               "`%s` must have rows of whole, aligned 16 bytes, got shape %s and row stride %lld",
-               tensor.name, tensor.shape_text().c_str(), static_cast<long long>(tensor.stride(0)));
-  }
-}
-
-void check_vector(const Tensor& tensor, int64_t size, int bytes) {
-  ffi::check_dtype(tensor, kDtype);
-  ffi::check_shape(tensor, {size});
-  ffi::check_last_dim_contiguous(tensor);
-  if (!ffi::is_aligned(tensor, bytes)) {
-    ffi::raise("ValueError", "`%s` must be aligned to %d bytes", tensor.name, bytes);
-  }
-}
 
 struct Norm {
   Tensor parts, residual, weight;
@@ -67,9 +45,9 @@ void check_norm(const Norm& norm, const FewRowsParams& params, const Tensor& out
   ffi::check_dtype(parts, ffi::dtype::float32);
   ffi::check_shape(parts, {params.splits, m, n});
   ffi::check_contiguous(parts);
-  check_rows(residual);
+  check_wide_rows(residual, kDtype);
   ffi::check_shape(residual, {m, n});
-  check_vector(weight, n, 16);
+  check_vector(weight, kDtype, n, 16);
   for (const Tensor& written : {out, residual, parts}) {
     for (const Tensor& read : {a, b, weight}) ffi::check_disjoint(written, read);
   }
@@ -95,7 +73,7 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
   if (kGated && params.splits != 1) {
     ffi::raise("ValueError", "`splits` must be 1 with a gate, got %u", params.splits);
   }
-  for (const ffi::Tensor& tensor : {a, b, out}) check_rows(tensor);
+  for (const ffi::Tensor& tensor : {a, b, out}) check_wide_rows(tensor, kDtype);
   const int64_t m = a.dim(0), k = a.dim(1), n = b.dim(1);
   ffi::check_count(a, "rows", m, 1, 8);
   ffi::check_count(a, "columns", k);
@@ -110,7 +88,7 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
     if (kOutput != FewRowsOutput::kProduct) {
       ffi::raise("ValueError", "`bias` must be None with a gate or a norm");
     }
-    check_vector(bias, n, 4);
+    check_vector(bias, kDtype, n, 4);
   }
   for (const ffi::Tensor& in : {a, b, bias}) {
     if (in) ffi::check_disjoint(out, in);

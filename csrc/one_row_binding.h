@@ -3,40 +3,20 @@
 
 #include <flashinfer/gemm/one_row_params.h>
 
-#include "ffi.h"
-#include "index_binding.h"
+#include "wide_rows.h"
 
 namespace flashinfer {
-
-inline void check_one_row(const ffi::Tensor& tensor, DLDataType dtype) {
-  ffi::check_dtype(tensor, dtype);
-  ffi::check_ndim(tensor, 2, 2);
-  ffi::check_last_dim_contiguous(tensor);
-  const bool aligned = tensor.dim(0) <= 1 || tensor.stride(0) % 8 == 0;
-  if (!aligned || tensor.dim(1) % 8 != 0 || !ffi::is_aligned(tensor, 16)) {
-    ffi::raise("ValueError",
-               "`%s` must have rows of whole, aligned 16 bytes, got shape %s and row stride %lld",
-               tensor.name, tensor.shape_text().c_str(), static_cast<long long>(tensor.stride(0)));
-  }
-}
 
 // Checks a row times weights, without where the product goes, and returns its parameters.
 inline OneRowParams take_product(const ffi::Tensor& a, const ffi::Tensor& b,
                                  const ffi::Tensor& bias, bool weight_ready, DLDataType dtype) {
-  for (const ffi::Tensor& tensor : {a, b}) check_one_row(tensor, dtype);
+  for (const ffi::Tensor& tensor : {a, b}) check_wide_rows(tensor, dtype);
   const int64_t k = a.dim(1), n = b.dim(1);
   ffi::check_count(a, "rows", a.dim(0), 1, 1);
   ffi::check_count(a, "columns", k);
   ffi::check_count(b, "columns", n);
   ffi::check_shape(b, {k, n});
-  if (bias) {
-    ffi::check_dtype(bias, dtype);
-    ffi::check_shape(bias, {n});
-    ffi::check_last_dim_contiguous(bias);
-    if (!ffi::is_aligned(bias, 4)) {
-      ffi::raise("ValueError", "`bias` must be aligned to 4 bytes");
-    }
-  }
+  if (bias) check_vector(bias, dtype, n, 4);
   OneRowParams params = {};
   params.a = a.data();
   params.b = b.data();
@@ -60,15 +40,10 @@ inline void take_norm(ffi::Args args, OneRowParams& params, const ffi::Tensor& a
   args.all_taken();
   const int64_t k = a.dim(1);
   for (const ffi::Tensor& tensor : {residual_out, normed, residual}) {
-    check_one_row(tensor, dtype);
+    check_wide_rows(tensor, dtype);
     ffi::check_shape(tensor, {1, k});
   }
-  ffi::check_dtype(weight, dtype);
-  ffi::check_shape(weight, {k});
-  ffi::check_last_dim_contiguous(weight);
-  if (!ffi::is_aligned(weight, 16)) {
-    ffi::raise("ValueError", "`%s` must be aligned to 16 bytes", weight.name);
-  }
+  check_vector(weight, dtype, k, 16);
   ffi::check_disjoint(residual_out, normed);
   for (const ffi::Tensor& made : {residual_out, normed}) {
     for (const ffi::Tensor& tensor : {a, residual, weight, b, bias}) {

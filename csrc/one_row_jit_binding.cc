@@ -21,7 +21,7 @@ FLASHINFER_FFI_EXPORT(one_row, args) {
   args.all_taken();
 
   OneRowParams params = take_product(a, b, bias, weight_ready, kDtype);
-  check_one_row(out, kDtype);
+  check_wide_rows(out, kDtype);
   ffi::check_shape(out, {1, b.dim(1)});
   for (const ffi::Tensor& in : {a, b, bias}) {
     if (in) ffi::check_disjoint(out, in);

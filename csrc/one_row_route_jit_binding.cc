@@ -30,7 +30,7 @@ FLASHINFER_FFI_EXPORT(one_row_route, args) {
   static_cast<OneRowParams&>(params) = take_product(a, b, bias, weight_ready, kDtype);
   const int64_t count = b.dim(1);
   ffi::check_count(b, "columns", count, 1, kMaxExperts);
-  check_one_row(logits, kDtype);
+  check_wide_rows(logits, kDtype);
   ffi::check_shape(logits, {1, count});
   ffi::check_dtype(weights, ffi::dtype::float32);
   ffi::check_dtype(experts, ffi::dtype::int32);

@@ -25,6 +25,36 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane
   }
 }
 
+// Where a row of a tile goes, and the factor of what was added up for it.
+template <typename O>
+struct MlaRowTarget {
+  O* target = nullptr;
+  float factor = 0.f;
+};
+
+// Row `tile_row` of an item: of its part in the workspace, where slots have kSlotRows rows of kDim
+// columns, or of the output. Writes its LSE, too, if `writes_lse`.
+template <typename O, int kDim, int kSlotRows>
+__device__ __forceinline__ MlaRowTarget<O> begin_row(const MlaParams& params,
+                                                    const MlaWorkItem& item, int tile_row,
+                                                    float largest, float sum, bool writes_lse) {
+  MlaRowTarget<O> place;
+  if (item.slot >= 0) {
+    const int64_t slot_row = int64_t{item.slot} * kSlotRows + tile_row;
+    place.target = static_cast<O*>(params.partial_o) + slot_row * kDim;
+    place.factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
+    if (writes_lse) {
+      params.partial_lse[slot_row] = sum == 0.f ? -math::inf : largest + math::ptx_log2(sum);
+    }
+  } else {
+    const MlaRowEnd end(params, item.qo_begin, item.row_begin + tile_row, largest, sum);
+    place.target = end.template row<O>(params);
+    place.factor = end.factor;
+    if (writes_lse) end.write_lse(params);
+  }
+  return place;
+}
+
 // `output`: the thread's accumulators in rows `row` and `row` + 8 of the tile, for columns from
 // `part` times their number on.
 template <typename Tile>
@@ -39,24 +69,13 @@ __device__ __forceinline__ void write_output(const MlaParams& params, const MlaW
     const bool exists = tile_row < num_rows;
     const bool writes_lse = exists && part == 0 && lane_idx % 4 == 0;
     using O = typename Tile::O;
-    O* target = nullptr;
-    float factor = 0.f;
-    if (!exists) {
-    } else if (item.slot >= 0) {
-      const int64_t slot_row = int64_t{item.slot} * Tile::kRows + tile_row;
-      target = static_cast<O*>(params.partial_o) + slot_row * Tile::kDimCkv;
-      factor = sum[h] == 0.f ? 0.f : 1.f / sum[h];  // NaN stays NaN
-      if (writes_lse) {
-        params.partial_lse[slot_row] =
-            sum[h] == 0.f ? -math::inf : largest[h] + math::ptx_log2(sum[h]);
-      }
-    } else {
-      const MlaRowEnd end(params, item.qo_begin, item.row_begin + tile_row, largest[h], sum[h]);
-      target = end.template row<O>(params);
-      factor = end.factor;
-      if (writes_lse) end.write_lse(params);
+    MlaRowTarget<O> place;
+    if (exists) {
+      place = begin_row<O, Tile::kDimCkv, Tile::kRows>(params, item, tile_row, largest[h], sum[h],
+                                                       writes_lse);
     }
-    target += part * (Tile::kOutputTiles * 8) + lane_idx % 4 * 8;
+    const float factor = place.factor;
+    O* const target = place.target + part * (Tile::kOutputTiles * 8) + lane_idx % 4 * 8;
 #pragma unroll
     for (int j = 0; j < Tile::kOutputTiles; j += 4) {
       uint32_t pairs[4];

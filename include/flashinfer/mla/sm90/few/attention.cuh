@@ -16,7 +16,6 @@
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/output.cuh>
-#include <flashinfer/mla/row_end.cuh>
 #include <flashinfer/mla/sm90/few/tile.cuh>
 #include <flashinfer/mla/sm90/last_merge.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
@@ -384,24 +383,14 @@ class MlaFewAttention {
       const float sum = sums[h];
       const bool exists = row < num_rows_;
       const bool writes_lse = threadIdx.x < 32 && lane_idx_ % 4 == 0;
-      O* target = nullptr;
-      float factor = 0.f;
-      if (!exists) {
-      } else if (item.slot >= 0) {
-        const int64_t slot_row = int64_t{item.slot} * kMlaTileRows + row;
-        target = static_cast<O*>(params_.partial_o) + slot_row * Tile::kDimCkv;
-        factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
-        if (writes_lse) {
-          params_.partial_lse[slot_row] =
-              sum == 0.f ? -math::inf : largest[h] + math::ptx_log2(sum);
-        }
-      } else {
-        const MlaRowEnd end(params_, item.qo_begin, item.row_begin + row, largest[h], sum);
-        target = end.template row<O>(params_);
-        factor = end.factor;
-        if (writes_lse) end.write_lse(params_);
+      MlaRowTarget<O> place;
+      if (exists) {
+        place = begin_row<O, Tile::kDimCkv, kMlaTileRows>(params_, item, row, largest[h], sum,
+                                                          writes_lse);
       }
-      target += (2 * warp_idx_ + group_) * (Tile::kWarpColumns / 2) + lane_idx_ % 4 * 8;
+      const float factor = place.factor;
+      O* const target =
+          place.target + (2 * warp_idx_ + group_) * (Tile::kWarpColumns / 2) + lane_idx_ % 4 * 8;
 #pragma unroll
       for (int tile = 0; tile < kOutputTiles / 2; tile += 4) {
         uint32_t pairs[4];

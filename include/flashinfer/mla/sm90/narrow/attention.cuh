@@ -16,7 +16,7 @@
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/item_rows.cuh>
-#include <flashinfer/mla/row_end.cuh>
+#include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/last_merge.cuh>
 #include <flashinfer/mla/sm90/narrow/queries.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
@@ -453,23 +453,11 @@ class MlaNarrowAttention {
       if (row >= num_rows_) continue;
       const float sum = sums[h];
       const bool writes_lse = threadIdx.x < 32 && lane_idx_ % 4 == 0;
-      O* target;
-      float factor;
-      if (item.slot >= 0) {
-        const int64_t slot_row = int64_t{item.slot} * kMlaTileRows + row;
-        target = static_cast<O*>(params_.partial_o) + slot_row * Tile::kDimCkv;
-        factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
-        if (writes_lse) {
-          params_.partial_lse[slot_row] =
-              sum == 0.f ? -math::inf : largest[h] + math::ptx_log2(sum);
-        }
-      } else {
-        const MlaRowEnd end(params_, item.qo_begin, item.row_begin + row, largest[h], sum);
-        target = end.template row<O>(params_);
-        factor = end.factor;
-        if (writes_lse) end.write_lse(params_);
-      }
-      target += (2 * warp_idx_ + group_) * (Tile::kWarpColumns / 2) + lane_idx_ % 4 * 4;
+      const auto place = begin_row<O, Tile::kDimCkv, kMlaTileRows>(params_, item, row, largest[h],
+                                                                   sum, writes_lse);
+      const float factor = place.factor;
+      O* const target =
+          place.target + (2 * warp_idx_ + group_) * (Tile::kWarpColumns / 2) + lane_idx_ % 4 * 4;
 #pragma unroll
       for (int unit = 0; unit < kCount; ++unit) {
         const auto& even = output[unit][0];
