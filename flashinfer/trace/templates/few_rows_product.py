@@ -8,6 +8,7 @@ import torch
 
 from ..specs import Const, Scalar, Tensor, Var
 from ..template import TraceTemplate
+from .normed_product import row_of
 
 
 def _mm_silu_and_mul_bf16_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -43,10 +44,6 @@ def _tensors(arguments: dict[str, Any], **shapes: tuple[int, ...]) -> dict[str, 
     }
 
 
-def _rows(axes: list[str], description: str = "") -> Tensor:
-    return Tensor(axes, dtype="bfloat16", layout="rows", description=description)
-
-
 mm_silu_and_mul_bf16_trace = TraceTemplate(
     "gemm_bf16",
     axes={
@@ -57,8 +54,11 @@ mm_silu_and_mul_bf16_trace = TraceTemplate(
         ),
         "k": Const("Terms of each sum.", abbrev="k"),
     },
-    inputs={"a": _rows(["m", "k"], "Rows."), "b": _rows(["k", "gate_and_up"], "Gate and values.")},
-    outputs={"out": _rows(["m", "n"])},
+    inputs={
+        "a": row_of(["m", "k"], "Rows."),
+        "b": row_of(["k", "gate_and_up"], "Gate and values."),
+    },
+    outputs={"out": row_of(["m", "n"])},
     constraints=["gate_and_up == 2 * n"],
     name_prefix="mm_silu_and_mul_bf16",
     reference=_mm_silu_and_mul_bf16_reference,
@@ -75,14 +75,14 @@ mm_add_rmsnorm_bf16_trace = TraceTemplate(
         "k": Const("Terms of each sum.", abbrev="k"),
     },
     inputs={
-        "a": _rows(["m", "k"], "Rows."),
-        "b": _rows(["k", "n"], "Right operand."),
-        "residual": _rows(["m", "n"], "What the product is added to."),
+        "a": row_of(["m", "k"], "Rows."),
+        "b": row_of(["k", "n"], "Right operand."),
+        "residual": row_of(["m", "n"], "What the product is added to."),
         "norm_weight": Tensor(["n"], dtype="bfloat16", description="Weight of the norm."),
         "eps": Scalar("float32", description="Under the root."),
     },
     outputs={
-        "out": _rows(["m", "n"]),
+        "out": row_of(["m", "n"]),
         "residual_out": Tensor(["m", "n"], param="residual", dtype_from="residual", layout="rows"),
     },
     name_prefix="mm_add_rmsnorm_bf16",

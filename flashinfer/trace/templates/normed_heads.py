@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..._common.checks import choice
-from ..specs import FLOATING, Axis, Const, Scalar, Tensor, Value, Var
+from ..specs import Axis, Const, Scalar, Tensor, Var
 from ..template import TraceTemplate
-from .normed_product import _add_rmsnorm_mm_bf16_reference
-from .page import _TABLE, _TABLE_AXES
+from .normed_product import _add_rmsnorm_mm_bf16_reference, row_of
+from .page import example_table
 from .rope import _POS_IDS
-from .rope_append import _rope_append_reference
+from .rope_append import _rope_append_reference, appended, by_layout, cos_sin_rows
 
 
 def _heads_reference(
@@ -59,10 +57,6 @@ def _heads_reference(
     return q, total, normed, k_cache, v_cache
 
 
-def _row(axes: list[str], description: str = "") -> Tensor:
-    return Tensor(axes, dtype="bfloat16", layout="rows", description=description)
-
-
 def _weight(of: str) -> Tensor:
     return Tensor(
         ["head_dim"],
@@ -84,6 +78,7 @@ def _init(kv_layout: str, arguments: dict[str, Any]) -> dict[str, Any]:
     def integers(*numbers: int) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=device)
 
+    table = example_table(device)
     return {
         "input": values(1, 64),
         "residual": values(1, 64),
@@ -92,8 +87,8 @@ def _init(kv_layout: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "cos_sin_cache": values(100, 64).float(),
         "pos_ids": integers(17),
         "paged_kv_cache": (values(*page), values(*page)),
-        "kv_indices": integers(5, 2, 0, 3, 6, 1),
-        "kv_indptr": integers(0, 2, 3, 6),
+        "kv_indices": table["kv_indices"],
+        "kv_indptr": table["kv_indptr"],
         "batch_indices": integers(2),
         "positions": integers(6),
         "q_weight": values(64),
@@ -120,39 +115,18 @@ _AXES: dict[str, Axis] = {
 
 
 def _template(suffix: str, kv_layout: str) -> TraceTemplate:
-    inner = ["page_size", "num_kv_heads"]
-    inner = inner if kv_layout == "NHD" else inner[::-1]
-    axes = {**_AXES, **_TABLE_AXES}
-    del axes["batch_size"]
-    axes["num_pages"] = Var("Pages of the caches.")
-    axes["page_size"] = Const("Slots of a page.", abbrev="ps")
-    caches: dict[str, Value] = {
-        f"{name}_cache": Tensor(
-            ["num_pages", *inner, "head_dim"],
-            param="paged_kv_cache",
-            tuple_idx=i,
-            dtypes=("bfloat16", "float8_e4m3fn", "float8_e5m2"),
-            layout="rows",
-        )
-        for i, name in enumerate("kv")
-    }
-    table = {key: spec for key, spec in _TABLE.items() if key != "kv_last_page_len"}
+    page_axes, caches, table = appended(kv_layout, ("head_dim", "head_dim"), ("bfloat16",))
     return TraceTemplate(
         op_type="rope_append",
         name_prefix=f"add_rmsnorm_mm_rope_append_bf16{suffix}",
         description="Product of a norm as heads, which are turned; K and V go to a paged cache.",
-        axes=axes,
+        axes={**_AXES, **page_axes},
         inputs={
-            "input": _row(["num_tokens", "k"], "Row."),
-            "residual": _row(["num_tokens", "k"], "What is added to it."),
+            "input": row_of(["num_tokens", "k"], "Row."),
+            "residual": row_of(["num_tokens", "k"], "What is added to it."),
             "norm_weight": Tensor(["k"], dtype="bfloat16", description="Weight of the norm."),
-            "b": _row(["k", "n"], "Weights of queries, keys and values."),
-            "cos_sin_cache": Tensor(
-                ["max_position", "head_dim"],
-                dtypes=FLOATING,
-                layout="rows",
-                description="Row of each position: head_dim / 2 cosines, then as many sines.",
-            ),
+            "b": row_of(["k", "n"], "Weights of queries, keys and values."),
+            "cos_sin_cache": cos_sin_rows(),
             "pos_ids": _POS_IDS,
             **caches,
             **table,
@@ -167,9 +141,9 @@ def _template(suffix: str, kv_layout: str) -> TraceTemplate:
             "quant_scale_v": Scalar(above=0, description="Factor of values in the cache."),
         },
         outputs={
-            "q_out": _row(["num_tokens", "num_qo_heads", "head_dim"]),
-            "residual_out": _row(["num_tokens", "k"]),
-            "normed_out": _row(["num_tokens", "k"]),
+            "q_out": row_of(["num_tokens", "num_qo_heads", "head_dim"]),
+            "residual_out": row_of(["num_tokens", "k"]),
+            "normed_out": row_of(["num_tokens", "k"]),
             **caches,
         },
         constraints=["n % head_dim == 0", "n > 2 * num_kv_heads * head_dim", "len_indptr >= 1"],
@@ -181,16 +155,4 @@ def _template(suffix: str, kv_layout: str) -> TraceTemplate:
     )
 
 
-_TEMPLATES = {"NHD": _template("", "NHD"), "HND": _template("_hnd", "HND")}
-
-
-def _trace(**arguments: Any) -> TraceTemplate:
-    kv_layout = arguments.get("kv_layout", "NHD")
-    choice("kv_layout", kv_layout, ("NHD", "HND"))
-    return _TEMPLATES[kv_layout]
-
-
-add_rmsnorm_mm_rope_append_bf16_trace: Callable[..., TraceTemplate] = _trace
-add_rmsnorm_mm_rope_append_bf16_trace.templates = list(  # type: ignore[attr-defined]
-    _TEMPLATES.values()
-)
+add_rmsnorm_mm_rope_append_bf16_trace = by_layout(_template)

@@ -39,7 +39,7 @@ def _init(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _row(axes: list[str], description: str) -> Tensor:
+def row_of(axes: list[str], description: str = "") -> Tensor:
     return Tensor(axes, dtype="bfloat16", layout="rows", description=description)
 
 
@@ -51,17 +51,17 @@ add_rmsnorm_mm_bf16_trace = TraceTemplate(
         "k": Const("Terms of each sum, at most 4096.", abbrev="k"),
     },
     inputs={
-        "input": _row(["m", "k"], "Row."),
-        "residual": _row(["m", "k"], "What is added to it."),
+        "input": row_of(["m", "k"], "Row."),
+        "residual": row_of(["m", "k"], "What is added to it."),
         "norm_weight": Tensor(["k"], dtype="bfloat16", description="Weight of the norm."),
-        "b": _row(["k", "n"], "Right operand."),
+        "b": row_of(["k", "n"], "Right operand."),
         "bias": Tensor(["n"], dtype="bfloat16", optional=True, description="Added to the product."),
         "eps": Scalar("float32", description="Under the root."),
     },
     outputs={
-        "out": Tensor(["m", "n"], dtype="bfloat16", layout="rows"),
-        "residual_out": Tensor(["m", "k"], dtype="bfloat16", layout="rows"),
-        "normed_out": Tensor(["m", "k"], dtype="bfloat16", layout="rows"),
+        "out": row_of(["m", "n"]),
+        "residual_out": row_of(["m", "k"]),
+        "normed_out": row_of(["m", "k"]),
     },
     name_prefix="add_rmsnorm_mm_bf16",
     reference=_add_rmsnorm_mm_bf16_reference,

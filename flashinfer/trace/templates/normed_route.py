@@ -8,7 +8,7 @@ import torch
 
 from ..specs import Const, Scalar, Tensor, Var
 from ..template import TraceTemplate
-from .normed_product import _add_rmsnorm_mm_bf16_reference
+from .normed_product import _add_rmsnorm_mm_bf16_reference, row_of
 
 
 def _route_reference(
@@ -52,10 +52,6 @@ def _init(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**values, "b": values["b"] / 8, "top_k": 4, "routed_scaling_factor": 1.0}
 
 
-def _row(axes: list[str], description: str = "") -> Tensor:
-    return Tensor(axes, dtype="bfloat16", layout="rows", description=description)
-
-
 add_rmsnorm_mm_route_bf16_trace = TraceTemplate(
     "moe_routing",
     axes={
@@ -65,10 +61,10 @@ add_rmsnorm_mm_route_bf16_trace = TraceTemplate(
         "top_k": Const("Experts of a token.", abbrev="topk"),
     },
     inputs={
-        "input": _row(["num_tokens", "k"], "Row."),
-        "residual": _row(["num_tokens", "k"], "What is added to it."),
+        "input": row_of(["num_tokens", "k"], "Row."),
+        "residual": row_of(["num_tokens", "k"], "What is added to it."),
         "norm_weight": Tensor(["k"], dtype="bfloat16", description="Weight of the norm."),
-        "b": _row(["k", "num_experts"], "Weights of the router."),
+        "b": row_of(["k", "num_experts"], "Weights of the router."),
         "bias": Tensor(
             ["num_experts"], dtype="bfloat16", optional=True, description="Added to the logits."
         ),
@@ -78,9 +74,9 @@ add_rmsnorm_mm_route_bf16_trace = TraceTemplate(
     outputs={
         "topk_values": Tensor(["num_tokens", "top_k"], dtype="float32"),
         "topk_indices": Tensor(["num_tokens", "top_k"], dtype="int32"),
-        "logits": _row(["num_tokens", "num_experts"]),
-        "residual_out": _row(["num_tokens", "k"]),
-        "normed_out": _row(["num_tokens", "k"]),
+        "logits": row_of(["num_tokens", "num_experts"]),
+        "residual_out": row_of(["num_tokens", "k"]),
+        "normed_out": row_of(["num_tokens", "k"]),
     },
     options={"renormalize": (True, False)},
     name_prefix="add_rmsnorm_mm_route_bf16",

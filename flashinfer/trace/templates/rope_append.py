@@ -121,39 +121,63 @@ def _init(kv_layout: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**values, **pages, **factors, "page_size": 4, "kv_layout": kv_layout}
 
 
-def _template(suffix: str, kv_layout: str) -> TraceTemplate:
+def appended(
+    kv_layout: str, sizes: tuple[str, str], dtypes: tuple[str, ...]
+) -> tuple[dict[str, Axis], dict[str, Value], dict[str, Value]]:
+    """Axes of a paged cache, both caches with their heads' sizes, and the table to append by."""
     inner = ["page_size", "num_kv_heads"]
     inner = inner if kv_layout == "NHD" else inner[::-1]
-    axes = {**_AXES, **_TABLE_AXES}
-    del axes["batch_size"]
+    axes = {key: axis for key, axis in _TABLE_AXES.items() if key != "batch_size"}
     axes["num_pages"] = Var("Pages of the caches.")
     axes["page_size"] = Const("Slots of a page.", abbrev="ps")
     caches: dict[str, Value] = {
         f"{name}_cache": Tensor(
-            ["num_pages", *inner, last],
+            ["num_pages", *inner, size],
             param="paged_kv_cache",
             tuple_idx=i,
-            dtypes=(*FLOATING, "float8_e4m3fn", "float8_e5m2"),
+            dtypes=(*dtypes, "float8_e4m3fn", "float8_e5m2"),
             layout="rows",
         )
-        for i, (name, last) in enumerate((("k", "head_dim"), ("v", "v_dim")))
+        for i, (name, size) in enumerate(zip("kv", sizes, strict=True))
     }
     table = {key: spec for key, spec in _TABLE.items() if key != "kv_last_page_len"}
+    return axes, caches, table
+
+
+def cos_sin_rows() -> Tensor:
+    return Tensor(
+        ["max_position", "head_dim"],
+        dtypes=FLOATING,
+        layout="rows",
+        description="Row of each position: head_dim / 2 cosines, then as many sines.",
+    )
+
+
+def by_layout(template: Callable[[str, str], TraceTemplate]) -> Callable[..., TraceTemplate]:
+    """The template of a call's `kv_layout`, made by `template` of a suffix and the layout."""
+    templates = {"NHD": template("", "NHD"), "HND": template("_hnd", "HND")}
+
+    def trace(**arguments: Any) -> TraceTemplate:
+        kv_layout = arguments.get("kv_layout", "NHD")
+        choice("kv_layout", kv_layout, ("NHD", "HND"))
+        return templates[kv_layout]
+
+    trace.templates = list(templates.values())  # type: ignore[attr-defined]
+    return trace
+
+
+def _template(suffix: str, kv_layout: str) -> TraceTemplate:
+    page_axes, caches, table = appended(kv_layout, ("head_dim", "v_dim"), FLOATING)
     return TraceTemplate(
         op_type="rope_append",
         name_prefix=f"rope_append_paged_kv_cache{suffix}",
         description="Rotary position embedding, with a norm of heads; K and V go to a paged cache.",
-        axes=axes,
+        axes={**_AXES, **page_axes},
         inputs={
             "q": _heads("qo", "head_dim", dtypes=FLOATING),
             "k": _heads("kv", "head_dim", dtype_from="q"),
             "v": _heads("kv", "v_dim", dtype_from="q"),
-            "cos_sin_cache": Tensor(
-                ["max_position", "head_dim"],
-                dtypes=FLOATING,
-                layout="rows",
-                description="Row of each position: head_dim / 2 cosines, then as many sines.",
-            ),
+            "cos_sin_cache": cos_sin_rows(),
             "pos_ids": _POS_IDS,
             **caches,
             **table,
@@ -176,16 +200,4 @@ def _template(suffix: str, kv_layout: str) -> TraceTemplate:
     )
 
 
-_TEMPLATES = {"NHD": _template("", "NHD"), "HND": _template("_hnd", "HND")}
-
-
-def _trace(**arguments: Any) -> TraceTemplate:
-    kv_layout = arguments.get("kv_layout", "NHD")
-    choice("kv_layout", kv_layout, ("NHD", "HND"))
-    return _TEMPLATES[kv_layout]
-
-
-rope_append_paged_kv_cache_trace: Callable[..., TraceTemplate] = _trace
-rope_append_paged_kv_cache_trace.templates = list(  # type: ignore[attr-defined]
-    _TEMPLATES.values()
-)
+rope_append_paged_kv_cache_trace = by_layout(_template)
