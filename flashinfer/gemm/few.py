@@ -3,14 +3,13 @@
 import torch
 
 from .._common import checks
-from .._common.arch import get_compute_capability
 from .._instrument.decorator import flashinfer_api
 from .._instrument.questions import says_where_it_runs
-from ..compat.backends import BackendSupportedError
 from ..jit.few_rows import ROWS, FewRowsOutput
 from ..trace.templates.few_rows_product import mm_add_rmsnorm_bf16_trace, mm_silu_and_mul_bf16_trace
 from ._few_rows import few_rows_kernel
-from ._tuning import HOPPER, is_hopper
+from ._tuning import is_hopper
+from .normed import need_hopper
 
 
 @says_where_it_runs(is_hopper)
@@ -160,6 +159,4 @@ def _check(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(f"`a` must have 1 to {ROWS} rows, got shape {list(a.shape)}")
     if b.shape[1] == 0:
         raise ValueError(f"`b` must have columns, got shape {list(b.shape)}")
-    checks.cuda_tensors(a=a, b=b)
-    if get_compute_capability(a.device) != HOPPER:
-        raise BackendSupportedError(f"`{name}` needs a Hopper GPU")
+    need_hopper(name, a=a, b=b)

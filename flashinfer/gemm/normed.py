@@ -15,6 +15,21 @@ MOST_K = 4096
 """Columns of the row: each thread block holds all of them."""
 
 
+def need_hopper(function: str, **tensors: torch.Tensor) -> None:
+    """The tensors are on GPUs, the first one on a Hopper."""
+    checks.cuda_tensors(**tensors)
+    if get_compute_capability(next(iter(tensors.values())).device) != HOPPER:
+        raise BackendSupportedError(f"`{function}` needs a Hopper GPU")
+
+
+def check_normed_row(input: torch.Tensor, b: torch.Tensor) -> None:
+    """One row, of whose sum with another a norm is multiplied by `b`."""
+    checks.tensor("input", input, 2)
+    checks.tensor("b", b, 2)
+    if input.shape[0] != 1 or input.shape[1] > MOST_K:
+        raise ValueError(f"`input` must be [1, at most {MOST_K}], got shape {list(input.shape)}")
+
+
 @says_where_it_runs(is_hopper)
 @flashinfer_api(trace=add_rmsnorm_mm_bf16_trace)
 def add_rmsnorm_mm_bf16(
@@ -84,17 +99,11 @@ def add_rmsnorm_mm_bf16(
     >>> out.shape
     torch.Size([1, 128])
     """
-    checks.tensor("input", input, 2)
-    checks.tensor("b", b, 2)
-    if input.shape[0] != 1 or input.shape[1] > MOST_K:
-        raise ValueError(f"`input` must be [1, at most {MOST_K}], got shape {list(input.shape)}")
+    check_normed_row(input, b)
     if b.shape[1] == 0:
         raise ValueError(f"`b` must have columns, got shape {list(b.shape)}")
     ready = checks.flag("weight_ready", weight_ready)
-    checks.cuda_tensors(input=input, b=b)
-    capability = get_compute_capability(input.device)
-    if capability != HOPPER:
-        raise BackendSupportedError("`add_rmsnorm_mm_bf16` needs a Hopper GPU")
+    need_hopper("add_rmsnorm_mm_bf16", input=input, b=b)
     if out is None:
         out = input.new_empty(1, b.shape[1])
     residual_out = torch.empty_like(input) if residual_out is None else residual_out

@@ -3,16 +3,14 @@
 import torch
 
 from .._common import checks
-from .._common.arch import get_compute_capability
 from .._common.cache_layout import is_hnd
 from .._instrument.decorator import flashinfer_api
 from .._instrument.questions import says_where_it_runs
-from ..compat.backends import BackendSupportedError
 from ..jit.one_row import COLUMNS
 from ..trace.templates.normed_heads import add_rmsnorm_mm_rope_append_bf16_trace
 from ._one_row import heads_kernel
-from ._tuning import HOPPER, is_hopper
-from .normed import MOST_K
+from ._tuning import is_hopper
+from .normed import check_normed_row, need_hopper
 
 
 @says_where_it_runs(is_hopper)
@@ -112,16 +110,13 @@ def add_rmsnorm_mm_rope_append_bf16(
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; J. Su et al., "RoFormer",
     2021.
     """
-    checks.tensor("input", input, 2)
-    checks.tensor("b", b, 2)
+    check_normed_row(input, b)
     checks.tensor("cos_sin_cache", cos_sin_cache, 2)
     if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
         raise TypeError(
             f"`paged_kv_cache` must be a pair of torch.Tensor, got {type(paged_kv_cache).__name__}"
         )
     first, second = (checks.tensor("paged_kv_cache", cache, 4) for cache in paged_kv_cache)
-    if input.shape[0] != 1 or input.shape[1] > MOST_K:
-        raise ValueError(f"`input` must be [1, at most {MOST_K}], got shape {list(input.shape)}")
     if cos_sin_cache.shape[1] not in COLUMNS:
         raise ValueError(
             f"`cos_sin_cache` must have a head's {COLUMNS[0]} or {COLUMNS[1]} columns, got shape "
@@ -129,9 +124,7 @@ def add_rmsnorm_mm_rope_append_bf16(
         )
     ready = checks.flag("weight_ready", weight_ready)
     neox = checks.flag("is_neox", is_neox)
-    checks.cuda_tensors(input=input, b=b)
-    if get_compute_capability(input.device) != HOPPER:
-        raise BackendSupportedError("`add_rmsnorm_mm_rope_append_bf16` needs a Hopper GPU")
+    need_hopper("add_rmsnorm_mm_rope_append_bf16", input=input, b=b)
     hnd, dim = is_hnd(kv_layout), cos_sin_cache.shape[1]
     if q_out is None:
         kv_heads = first.shape[1 if hnd else 2]

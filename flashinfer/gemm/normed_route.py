@@ -3,15 +3,13 @@
 import torch
 
 from .._common import checks
-from .._common.arch import get_compute_capability
 from .._instrument.decorator import flashinfer_api
 from .._instrument.questions import says_where_it_runs
-from ..compat.backends import BackendSupportedError
 from ..jit.one_row import COLUMNS
 from ..trace.templates.normed_route import add_rmsnorm_mm_route_bf16_trace
 from ._one_row import route_kernel
-from ._tuning import HOPPER, is_hopper
-from .normed import MOST_K
+from ._tuning import is_hopper
+from .normed import check_normed_row, need_hopper
 
 MOST_CHOICES = 32
 
@@ -92,17 +90,12 @@ def add_rmsnorm_mm_route_bf16(
     >>> made[1].shape
     torch.Size([1, 8])
     """
-    checks.tensor("input", input, 2)
-    checks.tensor("b", b, 2)
-    if input.shape[0] != 1 or input.shape[1] > MOST_K:
-        raise ValueError(f"`input` must be [1, at most {MOST_K}], got shape {list(input.shape)}")
+    check_normed_row(input, b)
     if not 1 <= b.shape[1] <= COLUMNS[-1]:
         raise ValueError(f"`b` must have 1 to {COLUMNS[-1]} columns, got shape {list(b.shape)}")
     chosen = checks.count("top_k", top_k, 1, min(MOST_CHOICES, b.shape[1]))
     ready = checks.flag("weight_ready", weight_ready)
-    checks.cuda_tensors(input=input, b=b)
-    if get_compute_capability(input.device) != HOPPER:
-        raise BackendSupportedError("`add_rmsnorm_mm_route_bf16` needs a Hopper GPU")
+    need_hopper("add_rmsnorm_mm_route_bf16", input=input, b=b)
     logits = input.new_empty(1, b.shape[1])
     weights = torch.empty(1, chosen, dtype=torch.float32, device=input.device)
     experts = torch.empty(1, chosen, dtype=torch.int32, device=input.device)

@@ -131,16 +131,23 @@ def _rotated_error(gathered: Any, keys: str) -> float:
 
 
 def _summing_error(gathered: Any, keys: str) -> float:
-    """The error of a logit where 8-bit queries and keys are multiplied as they are.
-
-    The tensor cores of Hopper keep 13 bits below the largest of the products that they sum:
-    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
-    """
+    """The error of a logit where 8-bit queries and keys are multiplied as they are."""
     q, k = gathered["q"], gathered[keys]
-    if q.dtype not in FLOAT8 or not q.numel() or not k.numel():
+    if q.dtype not in FLOAT8:
+        return 0.0
+    return abs(gathered["sm_scale"]) * q.shape[-1] * loss_of_products(q, k)
+
+
+def loss_of_products(q: torch.Tensor, k: torch.Tensor) -> float:
+    """The most that the tensor cores lose of a product of 8 bits when they add it to others.
+
+    Those of Hopper keep 13 bits below the largest of the products that they sum: DeepSeek-AI,
+    "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
+    """
+    if not q.numel() or not k.numel():
         return 0.0
     largest = [float(x.double().nan_to_num(0.0).abs().max()) for x in (q, k)]
-    return abs(gathered["sm_scale"]) * 2.0**-13 * q.shape[-1] * largest[0] * largest[1]
+    return 2.0**-13 * largest[0] * largest[1]
 
 
 def _largest_norm(x: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from .._common.dtypes import FLOAT8
 from ..trace.template import TraceTemplate
-from .attention import SpreadBound
+from .attention import SpreadBound, loss_of_products
 from .numerics import ErrorBound, unit_roundoff
 from .reference import CheckOptions
 
@@ -64,17 +64,13 @@ def mla_check_options(template: TraceTemplate, arguments: Mapping[str, Any]) -> 
 def _summing_error(gathered: Mapping[str, Any]) -> float:
     """The error of a logit, base 2, whose keys of 8 bits are multiplied as they are.
 
-    The tensor cores of Hopper keep 13 bits below the largest of the products that they sum
-    (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2). What each product loses is
-    independent of the others.
+    The losses of products are independent of each other.
     """
     error, rope = 0.0, abs(gathered.get("rope_factor", 1.0))
     for query, keys, factor in (("q_nope", "ckv_cache", 1.0), ("q_pe", "kpe_cache", rope)):
         q, k = gathered.get(query), gathered.get(keys)
-        if q is None or k is None or k.dtype not in FLOAT8 or not q.numel() or not k.numel():
-            continue
-        largest = [float(x.double().nan_to_num(0.0).abs().max()) for x in (q, k)]
-        error += factor * 2.0**-13 * q.shape[-1] ** 0.5 * largest[0] * largest[1]
+        if q is not None and k is not None and k.dtype in FLOAT8:
+            error += factor * q.shape[-1] ** 0.5 * loss_of_products(q, k)
     return error * abs(gathered["sm_scale"]) * math.log2(math.e)
 
 

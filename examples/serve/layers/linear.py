@@ -16,13 +16,12 @@ FP8_MAX = 448.0
 BLOCK = 128
 """Elements along a side of what shares a scale."""
 LARGE = 1 << 26
-"""Elements of a matrix beyond which cuBLAS multiplies a row faster."""
-_HEADS, _ROUTE = "add_rmsnorm_mm_rope_append_bf16", "add_rmsnorm_mm_route_bf16"
 """Elements of a matrix beyond which cuBLAS multiplies a row faster than the kernel for one."""
 FEW = 8
 """Rows for which the package has products with what follows them, and faster ones than cuBLAS."""
 LEAST = 1 << 24
 """Elements of a matrix from which on these are known to be faster."""
+_HEADS, _ROUTE = "add_rmsnorm_mm_rope_append_bf16", "add_rmsnorm_mm_route_bf16"
 
 
 class Product(Protocol):
@@ -78,6 +77,15 @@ class Sum:
     def __post_init__(self) -> None:
         self.total, self.normed = torch.empty_like(self.x), torch.empty_like(self.x)
 
+    def norm_of(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The first arguments of the products with `weight` that compute the norm."""
+        return self.x, self.residual, self.weight, weight
+
+    @property
+    def outs(self) -> dict[str, torch.Tensor]:
+        """Where these leave sum and norm."""
+        return {"residual_out": self.total, "normed_out": self.normed}
+
     def __len__(self) -> int:
         return len(self.x)
 
@@ -111,11 +119,9 @@ class Linear:
 
     def heads(self, x: Sum, *args: Any, **options: Any) -> torch.Tensor:
         """Queries of a `Sum`, turned, with keys and values in the cache."""
-        row = x.x, x.residual, x.weight, self.weight
-        outs = {"residual_out": x.total, "normed_out": x.normed}
-        made = getattr(kernels.gemm, _HEADS)(
-            *row, *args, bias=self.bias, eps=x.eps, **outs, **options, weight_ready=True
-        )
+        row, options = x.norm_of(self.weight), {**x.outs, **options}
+        product = getattr(kernels.gemm, _HEADS)
+        made = product(*row, *args, bias=self.bias, eps=x.eps, **options, weight_ready=True)
         return made[0]
 
     @property
@@ -126,15 +132,13 @@ class Linear:
 
     def route(self, x: Sum, chosen: int, renormalize: bool) -> tuple[torch.Tensor, ...]:
         """Weights and numbers of experts for a `Sum`, and their logits."""
-        row = x.x, x.residual, x.weight, self.weight, chosen, self.bias, x.eps, renormalize
-        outs = {"residual_out": x.total, "normed_out": x.normed}
-        return getattr(kernels.gemm, _ROUTE)(*row, **outs, weight_ready=True)[:3]
+        row = *x.norm_of(self.weight), chosen, self.bias, x.eps, renormalize
+        return getattr(kernels.gemm, _ROUTE)(*row, **x.outs, weight_ready=True)[:3]
 
     def __call__(self, x: torch.Tensor | Sum) -> torch.Tensor:
         if isinstance(x, Sum):
-            row = x.x, x.residual, x.weight, self.weight, self.bias, x.eps
-            outs = {"residual_out": x.total, "normed_out": x.normed}
-            return kernels.gemm.add_rmsnorm_mm_bf16(*row, **outs, weight_ready=True)[0]
+            row = *x.norm_of(self.weight), self.bias, x.eps
+            return kernels.gemm.add_rmsnorm_mm_bf16(*row, **x.outs, weight_ready=True)[0]
         if len(x) == 1 and self._is_ready:
             product = kernels.gemm.mm_bf16
             return product(x.contiguous(), self.weight, self.bias, pdl=True, **_ready(product))
@@ -144,10 +148,10 @@ class Linear:
             return x @ self.weight
         return torch.addmm(self.bias, x, self.weight)
 
-    def gates(self, x: torch.Tensor | Sum) -> bool:
+    def gates(self, rows: int) -> bool:
         """Whether `gated` is known to be faster than a product and an activation."""
-        few = not isinstance(x, Sum) and len(x) <= FEW and self._is_few
-        return few and self.weight.numel() > LARGE and self.weight.shape[1] % 128 == 0
+        is_large = self.weight.numel() > LARGE and self.weight.shape[1] % 128 == 0
+        return rows <= FEW and self._is_few and is_large
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """``silu(first half) * second half`` of the product."""

@@ -100,7 +100,7 @@ class Mlp(Body):
     def _gates(self, x: torch.Tensor) -> bool:
         """Whether gate and values are one kernel with their activation."""
         silu = self.activation == "silu_and_mul" and not isinstance(self.down, Fp8Blocks)
-        return silu and isinstance(self.up, Linear) and self.up.gates(x)
+        return silu and isinstance(self.up, Linear) and self.up.gates(len(x))
 
     def _gates_codes(self, x: Codes | torch.Tensor) -> bool:
         """Whether they are one kernel that rounds the activation, too."""
