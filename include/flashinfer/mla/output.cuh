@@ -36,8 +36,8 @@ struct MlaRowTarget {
 // columns, or of the output. Writes its LSE, too, if `writes_lse`.
 template <typename O, int kDim, int kSlotRows>
 __device__ __forceinline__ MlaRowTarget<O> begin_row(const MlaParams& params,
-                                                    const MlaWorkItem& item, int tile_row,
-                                                    float largest, float sum, bool writes_lse) {
+                                                     const MlaWorkItem& item, int tile_row,
+                                                     float largest, float sum, bool writes_lse) {
   MlaRowTarget<O> place;
   if (item.slot >= 0) {
     const int64_t slot_row = int64_t{item.slot} * kSlotRows + tile_row;
