@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import env
+from .._common.locks import ForkSafeLock
 from .._common.numbers import plain_arguments
 from ..trace.template import resolve_template
 from .call import public_path
-from .files import ForkSafeLock, make_private_folder
+from .files import make_private_folder
 
 _logger = logging.getLogger("flashinfer.fi_trace")
 

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from .. import env
+from .._common.locks import ForkSafeLock
 from ..version import __version__
 from .call import ApiCall, is_capturing, matches
-from .files import ForkSafeLock, make_private_folder, private
+from .files import make_private_folder, private
 from .names import import_path
 from .text import warn_once, write_record
 from .values import Encoder, object_key

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from pathlib import Path
 
 _PRIVATE_FILE = 0o600
 _PRIVATE_FOLDER = 0o700
-
-
-class ForkSafeLock:
-    """A lock that a forked child finds free, and that its own thread may take again.
-
-    At a fork, another thread may hold the lock. The child has no such thread, so that nobody there
-    would ever release it. A signal handler may run in the thread that holds the lock.
-    """
-
-    def __init__(self) -> None:
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def private(path: str, flags: int) -> int:

@@ -15,8 +15,9 @@ import torch
 
 from .. import env
 from .._common.dtypes import torch_name
+from .._common.locks import ForkSafeLock
 from .call import ApiCall, is_capturing, matches
-from .files import AppendedFile, ForkSafeLock
+from .files import AppendedFile
 
 _files: dict[str, AppendedFile] = {}
 _warned: set[str] = set()

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashinfer._common.locks import ForkSafeLock
 from flashinfer._instrument import text as api_log_text
 from flashinfer._instrument.definitions import save_definition
-from flashinfer._instrument.files import AppendedFile, ForkSafeLock
+from flashinfer._instrument.files import AppendedFile
 from flashinfer._instrument.text import write_record
 from tests.unit.test_api_dump import dumps, scale
 from tests.unit.test_api_dump import folder as folder

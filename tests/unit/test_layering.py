@@ -50,7 +50,10 @@ REMOVES_VARIABLES = {"flashinfer.jit.cute_dsl_compile"}
 # Modules of the package that import nothing of ours.
 PYTHON_LEAVES = {"env", "version", "_common.dtypes", "_common.arch"}
 # Modules outside jit/ that jit/ may import; the handles of compiled graphs import nothing of ours.
-JIT_MAY_IMPORT = {"env", "version", "compilation_context", "_common.dtypes", "_compile.handles"}
+JIT_MAY_IMPORT = {
+    *("env", "version", "compilation_context", "_common.dtypes", "_common.locks"),
+    "_compile.handles",
+}
 # Public modules and packages that private ones may import: they know no operation.
 BELOW_PRIVATE = {
     *("env", "version", "tllm_enums", "compilation_context", "jit", "trace", "autotuner"),

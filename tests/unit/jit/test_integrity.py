@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,7 +179,7 @@ def test_a_sealed_copy_cannot_be_changed(project, monkeypatch):
     assert len(refused) == 2
 
 
-def test_loading_shares_modules_and_keeps_no_descriptor(project):
+def test_loading_shares_modules_and_keeps_one_descriptor(project):
     """Two modules whose copies had the same descriptor are two libraries."""
     first = project.spec()
     second = project.spec("other", extra_cflags=["-DMORE=3"])
@@ -185,8 +187,9 @@ def test_loading_shares_modules_and_keeps_no_descriptor(project):
         "#ifndef MORE\n#define MORE 2\n#endif\n"
     )
     jit.build_jit_specs([first, second])
+    module = first.build_and_load()
     before = len(os.listdir("/proc/self/fd"))
-    modules_ = first.build_and_load(), second.build_and_load()
+    modules_ = module, second.build_and_load()
     assert [module.answer() for module in modules_] == [42, 43]
     assert len(os.listdir("/proc/self/fd")) == before
     assert project.spec().build_and_load().same_as(modules_[0])
@@ -218,6 +221,49 @@ def test_a_library_can_read_itself_while_it_is_loaded(project):
     spec = project.spec()
     module = spec.build_and_load()
     assert module.answer() == spec.get_library_path().stat().st_size
+
+
+# The first error of a process opens the files of all libraries by their names.
+FIRST_ERROR = """
+import sys, tempfile
+from pathlib import Path
+import tvm_ffi
+from jit_helpers import make_project
+
+for name in "answer", "other":
+    assert make_project(Path(sys.argv[1])).spec(name).build_and_load().answer() == 42
+empty = [tempfile.TemporaryFile() for _ in range(64)]  # they have every number that was free
+try:
+    tvm_ffi.get_global_func("ffi.Module.load_from_file.so")("/no such file", "so")
+except Exception as error:
+    print(error)
+"""
+
+
+def test_an_error_after_descriptors_were_used_again(project):
+    """Libraries' names lead to no file of the caller's, which could be empty."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST_ERROR, str(project.root)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "no such file" in run.stdout
+
+
+def test_a_place_that_somebody_closed(project):
+    """Then its number belongs to others, and another one is taken."""
+    project.spec().build_and_load()
+    number = sealed._place._number
+    os.close(number)
+    read, write = os.pipe()
+    assert number in (read, write)
+    assert project.spec("other").build_and_load().answer() == 42
+    os.write(write, b"x")
+    assert os.read(read, 1) == b"x"
+    os.close(read), os.close(write)
 
 
 def test_paths_of_descriptors_never_come_again():
