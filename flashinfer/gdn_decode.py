@@ -16,6 +16,7 @@ import torch
 
 from ._common.checks import count as check_count
 from ._common.checks import flag as check_flag
+from ._common.checks import named
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import (
@@ -81,12 +82,13 @@ def gated_delta_rule_decode(
         If an argument is not as listed above.
     """
     check_backend(backend, "auto", "flashinfer")
-    out = run_decode(
-        q, k, v, check_tensor("state", state, 4), (A_log, a, dt_bias, b), scale, output,
-        normalize_qk=use_qk_l2norm,
-        frozen=False,
-        key_major=True,
-    )  # fmt: skip
+    with named(initial_state="state", output_state="state"):
+        out = run_decode(
+            q, k, v, check_tensor("state", state, 4), (A_log, a, dt_bias, b), scale, output,
+            normalize_qk=use_qk_l2norm,
+            frozen=False,
+            key_major=True,
+        )  # fmt: skip
     return out, state
 
 
@@ -170,15 +172,17 @@ def gated_delta_rule_decode_pretranspose(
         ):
             if indices is not None:
                 raise ValueError(f"`{name}` needs `initial_state`")
-    pool = check_tensor("initial_state", initial_state, 4) if state is None else state
-    out = run_decode(
-        q, k, v, check_tensor("state", pool, 4), (A_log, a, dt_bias, b), scale, output,
-        normalize_qk=use_qk_l2norm,
-        frozen=disable_state_update,
-        read_slots=initial_state_indices,
-        write_slots=output_state_indices,
-        intermediate=intermediate_states_buffer,
-    )  # fmt: skip
+    name, given = ("initial_state", initial_state) if state is None else ("state", state)
+    pool = check_tensor(name, given, 4)
+    with named(initial_state=name, output_state=name):
+        out = run_decode(
+            q, k, v, pool, (A_log, a, dt_bias, b), scale, output,
+            normalize_qk=use_qk_l2norm,
+            frozen=disable_state_update,
+            read_slots=initial_state_indices,
+            write_slots=output_state_indices,
+            intermediate=intermediate_states_buffer,
+        )  # fmt: skip
     return out, pool
 
 

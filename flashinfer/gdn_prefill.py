@@ -11,7 +11,7 @@ import torch
 
 from ._common.checks import count as check_count
 from ._common.checks import tensor as check_tensor
-from ._common.dtypes import HALF, check_dtype
+from ._common.dtypes import FLOAT, HALF, check_dtype
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import check_backend, destination, resolve_scale
 from ._linear_attention.chunk_delta_rule import (
@@ -122,6 +122,12 @@ def chunk_gated_delta_rule(
     cu_seqlens = check_tensor("cu_seqlens", cu_seqlens, 1)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, 4)
+    for name, given in (
+        ("g", g), ("beta", beta), ("initial_state", initial_state), ("output_state", output_state),
+        ("state_checkpoints", state_checkpoints),
+    ):  # fmt: skip
+        if isinstance(given, torch.Tensor):
+            check_dtype(name, given.dtype, FLOAT)
     heads = max(q.shape[1], v.shape[1])
     out = destination("output", output, (q.shape[0], heads, v.shape[2]), q)
     final = _final_state(initial_state, output_state, state_indices, output_final_state, cu_seqlens,
@@ -213,10 +219,9 @@ def chunk_gated_delta_product(
     check_backend(backend, "auto")
     steps = check_count("num_householder", num_householder)
     bounds = check_tensor("cu_seqlens", cu_seqlens, 1) * steps
-    tokens, heads = (
-        check_tensor("q", q, 3).shape[0],
-        max(q.shape[1], check_tensor("v", v, 3).shape[1]),
-    )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, check_tensor(name, tensor, 3).dtype, HALF)
+    tokens, heads = q.shape[0], max(q.shape[1], v.shape[1])
     if v.shape[0] != steps * tokens:
         raise ValueError(
             f"`v` must have {steps} x {tokens} rows for `num_householder` {steps}, got shape "

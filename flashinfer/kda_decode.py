@@ -14,6 +14,7 @@ Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture
 
 import torch
 
+from ._common.checks import named
 from ._common.checks import tensor as check_tensor
 from ._common.dtypes import HALF, check_dtype
 from ._instrument.decorator import flashinfer_api
@@ -269,15 +270,22 @@ def packed_kda_decode(
         raise ValueError(f"`dt_bias` must have {heads} x {dim} elements, got {list(dt_bias.shape)}")
     q, k, v = mixed_qkv.unflatten(1, (3, 1, heads, dim)).unbind(1)
     gate = raw_gate.unflatten(1, (1, heads, dim))
-    out, *_ = recurrent_kda(
-        q, k, v, gate, raw_beta[:, None], A_log, dt_bias.reshape(heads, dim),
-        initial_state=state,
-        use_gate_in_kernel=True,
-        lower_bound=-5.0,
-        ssm_state_indices=state_indices,
-        output=output,
-        beta_is_logit=True,
-    )  # fmt: skip
+    with named(
+        initial_state="state",
+        output_state="state",
+        ssm_state_indices="state_indices",
+        g="raw_gate",
+        beta="raw_beta",
+    ):
+        out, *_ = recurrent_kda(
+            q, k, v, gate, raw_beta[:, None], A_log, dt_bias.reshape(heads, dim),
+            initial_state=state,
+            use_gate_in_kernel=True,
+            lower_bound=-5.0,
+            ssm_state_indices=state_indices,
+            output=output,
+            beta_is_logit=True,
+        )  # fmt: skip
     return out
 
 

@@ -12,6 +12,7 @@ and `tests/unit/test_refusals.py` sends the same faults to the bindings on the C
 from __future__ import annotations
 
 import importlib
+import re
 import time
 import zlib
 from collections import Counter
@@ -167,7 +168,8 @@ def assert_refused(api: Callable[..., Any], arguments: dict[str, Any], argument:
         api(**arguments)
     except (TypeError, ValueError) as error:
         message = str(error)
-        assert argument in message, f"the message does not name {argument}: {message}"
+        is_named = re.search(rf"\b{re.escape(argument)}\b", message)
+        assert is_named, f"the message does not name {argument}: {message}"
     else:
         raise AssertionError("accepted, but must be refused")
     for old, new in zip(before, _bytes_of(arguments), strict=True):

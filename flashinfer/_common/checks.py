@@ -8,6 +8,8 @@ allowed. Facts about tensors that a kernel's binding checks (shape, stride, over
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,6 +128,18 @@ def optional_generator(name: str, value: Any) -> torch.Generator | None:
     if not isinstance(value, (torch.Generator, type(None))):
         raise TypeError(f"`{name}` must be a torch.Generator or None, got {_shown(value)}")
     return value
+
+
+@contextmanager
+def named(**names: str) -> Iterator[None]:
+    """Refusals inside say the caller's name of an argument: ``named(theirs="caller's")``."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        for inner, outer in names.items():
+            text = text.replace(f"`{inner}`", f"`{outer}`")
+        raise type(error)(text) from None
 
 
 def _shown(value: Any) -> str:

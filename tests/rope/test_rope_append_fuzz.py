@@ -167,7 +167,7 @@ FAULTS: dict[str, Fault] = {
     "k of another dtype": replace("k", with_dtype(torch.float64)),
     "k with one row more": replace("k", one_row_more),
     "k longer": replace("k", longer),
-    "v longer": replace("v", longer),
+    "paged_kv_cache narrower than v": replace("v", longer),
     "v of another dtype": replace("v", with_dtype(torch.float64)),
     "v missing": put("v", None),
     "cos_sin_cache longer": replace("cos_sin_cache", longer),

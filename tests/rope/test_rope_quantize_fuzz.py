@@ -214,7 +214,7 @@ FAULTS: dict[str, Fault] = {
     "k_rope_out longer": replace("k_rope_out", longer),
     "q_nope_out longer": replace("q_nope_out", longer),
     "k_nope_out strided": replace("k_nope_out", strided),
-    "v longer": replace("v", lambda t: longer(t)),
+    "paged_kv_cache narrower than v": replace("v", lambda t: longer(t)),
     "v of another dtype": replace("v", with_dtype(torch.float64)),
     "paged_kv_cache longer": _second_cache(longer),
     "paged_kv_cache strided": _second_cache(strided),
