@@ -19,7 +19,7 @@ FLASHINFER_FFI_EXPORT(concat_mla_k, args) {
     ffi::check_last_dim_contiguous(part);
     ffi::check_disjoint(k, part);
   }
-  const int64_t num_tokens = k.dim(0), num_heads = k.dim(1);
+  const int64_t num_tokens = rope.dim(0), num_heads = nope.dim(1);
   ffi::check_shape(nope, {num_tokens, num_heads, nope.dim(2)});
   ffi::check_shape(rope, {num_tokens, 1, rope.dim(2)});
   ffi::check_shape(k, {num_tokens, num_heads, nope.dim(2) + rope.dim(2)});

@@ -102,7 +102,7 @@ def _other_dtype(tensor: torch.Tensor) -> torch.Tensor:
 FAULTS: dict[str, Fault] = {
     "k double": replace("k", lambda t: t.double()),
     "k longer": replace("k", longer),
-    "k_nope with one row fewer than k": replace("k", one_row_more),
+    "k with one row more": replace("k", one_row_more),
     "k strided": replace("k", strided),
     "k expanded": replace("k", expanded),
     "k missing": put("k", None),
