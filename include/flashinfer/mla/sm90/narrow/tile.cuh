@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/mla/sm90/pair_merge.cuh>
 
 namespace flashinfer {
 
@@ -56,8 +57,10 @@ struct MlaNarrowTile {
   static constexpr int kExchangeBytes = kGroupWarps * kUnits * 512;  // of a group
   static constexpr int kSharedQueryBytes =
       ((kUsedBytes > 2 * kExchangeBytes ? kUsedBytes : 2 * kExchangeBytes) + 1023) / 1024 * 1024;
+  using PairMerge = MlaPairMerge<O, kUnits * 4, kGroupWarps>;
   static constexpr int kControlBytes = 2048, kMaxBytes = 227 << 10;
-  static constexpr int kRoom = (kMaxBytes - kControlBytes - kSharedQueryBytes) / kStageBytes;
+  static constexpr int kRoom =
+      (kMaxBytes - kControlBytes - kSharedQueryBytes - PairMerge::kBytes) / kStageBytes;
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
 
   static constexpr int kOffsetQueries = kStages * kStageBytes;
@@ -65,7 +68,9 @@ struct MlaNarrowTile {
   static constexpr int kOffsetWeights = kOffsetQueries + kQueryBytes;
   static constexpr int kOffsetExchange = kOffsetQueries;
   static constexpr int kOffsetControl = kOffsetQueries + kSharedQueryBytes;
-  static constexpr int kSharedBytes = kOffsetControl + kControlBytes;
+  static constexpr int kOffsetReceived = kOffsetControl + kControlBytes;
+  static constexpr int kSharedBytes = kOffsetReceived + PairMerge::kBytes;
+  static_assert(kSharedBytes <= kMaxBytes);
 };
 
 template <typename Tile>
@@ -75,7 +80,8 @@ struct MlaNarrowControl {
   float largest[2][Tile::kRows];                        // references of the groups
   float sums[2][Tile::kGroupWarps][Tile::kRows];        // of the warps' weights
   uint64_t full[Tile::kStages], empty[Tile::kStages];
-  uint32_t is_last;  // whether the CTA has brought the last part of a tile
+  uint64_t parts_full;  // the other CTA of a pair has sent its columns
+  uint32_t is_last;     // whether the CTA has brought the last part of a tile
 };
 
 }  // namespace flashinfer
