@@ -47,7 +47,7 @@ struct MlaParams {
   bool causal;          // the last query token is at the last KV token
   bool plan_is_older;   // than the grid before, which has waited for it
   bool plans_itself;    // CTAs write their items, as `planner` says
-  bool in_pairs;        // as the plan says; then these are clusters of kernels of few rows
+  bool in_pairs;        // as the plan says; read by launches of kernels of few rows
   bool merges_itself;   // no tile has more than kMlaFewParts parts; read by kernels of few rows
   MlaPlanParams planner;
   uint32_t profile_words;  // of `profile`

@@ -62,7 +62,7 @@ class MlaFewAttention {
       for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
       }
-      if (item.slot >= 0 && params_.merges_itself && !params_.in_pairs) {
+      if (!Tile::kInPairs && item.slot >= 0 && params_.merges_itself) {
         MlaLastMerge<O, Tile::kDimCkv, Tile::kMathThreads>::end_item(
             params_, item, num_rows_, control_.is_last, [] { synchronize(); });
       }
@@ -341,7 +341,7 @@ class MlaFewAttention {
     float sums[2], largest[2];
     add_groups(kept, sums, largest);
     synchronize();  // before logits are told again
-    if (params_.in_pairs) {
+    if constexpr (Tile::kInPairs) {
       const auto value = [&](int i) -> float& { return kept[i / 4][i % 4]; };
       if (!Tile::PairMerge::exchange(value, largest, sums, control_.parts_full,
                                      shared_ + Tile::kOffsetReceived, group_)) {
@@ -384,7 +384,7 @@ class MlaFewAttention {
                                              const MlaWorkItem& item, int first_row,
                                              const float (&largest)[2],
                                              const float (&sums)[2]) const {
-    const int slot = params_.in_pairs ? -1 : item.slot;  // what pairs write is whole
+    const int slot = Tile::kInPairs ? -1 : item.slot;  // what pairs write is whole
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + row_ + 8 * h;

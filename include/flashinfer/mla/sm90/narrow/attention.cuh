@@ -72,7 +72,7 @@ class MlaNarrowAttention {
       for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
       }
-      if (item.slot >= 0 && params_.merges_itself && !params_.in_pairs) {
+      if (!Tile::kInPairs && item.slot >= 0 && params_.merges_itself) {
         MlaLastMerge<O, Tile::kDimCkv, Tile::kMathThreads>::end_item(
             params_, item, num_rows_, control_.is_last, [] { synchronize(); });
       }
@@ -402,7 +402,7 @@ class MlaNarrowAttention {
     synchronize();
     float largest[2], sums[2];
     add_groups(kept, largest, sums);
-    if (params_.in_pairs) {
+    if constexpr (Tile::kInPairs) {
       const auto value = [&](int i) -> float& { return kept[i / 8][i / 4 % 2][i % 4]; };
       if (!Tile::PairMerge::exchange(value, largest, sums, control_.parts_full,
                                      shared_ + Tile::kOffsetReceived, group_)) {
@@ -454,7 +454,7 @@ class MlaNarrowAttention {
   __device__ __forceinline__ void write_rows(const Columns<kCount>& output, const MlaWorkItem& item,
                                              int first_row, const float (&largest)[2],
                                              const float (&sums)[2]) const {
-    const int slot = params_.in_pairs ? -1 : item.slot;  // what pairs write is whole
+    const int slot = Tile::kInPairs ? -1 : item.slot;  // what pairs write is whole
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + row_ + 8 * h;
