@@ -33,9 +33,11 @@ void bind(MlaParams& params, const MlaLaunchPlan& plan, const Tensor& ints, cons
   params.num_heads = FastDivisor(static_cast<uint32_t>(plan.num_heads));
   params.page_size = FastDivisor(static_cast<uint32_t>(plan.page_size));
   params.num_ctas = static_cast<uint32_t>(plan.num_ctas);
+  params.num_items = static_cast<uint32_t>(plan.num_items);
   params.causal = plan.causal;
   params.plan_is_older = !plan.made_on_device;
   params.plans_itself = plan.made_by_ctas;
+  params.in_pairs = plan.in_pairs;
   params.merges_itself = plan.few_parts;
   if (plan.made_by_ctas) {
     params.planner = plan.planner;

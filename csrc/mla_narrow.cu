@@ -6,10 +6,18 @@ namespace flashinfer {
 
 #ifndef __CUDACC_RTC__
 
+template <bool kInPairs>
+using TileOf =
+    MlaNarrowTile<dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_CKV,
+                  FLASHINFER_CFG_HEAD_DIM_KPE, dtype::FLASHINFER_CFG_DTYPE_Q,
+                  dtype::FLASHINFER_CFG_DTYPE_KV, dtype::FLASHINFER_CFG_DTYPE_KPE, kInPairs>;
+
 cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
-  using Tile = MlaNarrowTile<dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_CKV,
-                             FLASHINFER_CFG_HEAD_DIM_KPE, dtype::FLASHINFER_CFG_DTYPE_Q,
-                             dtype::FLASHINFER_CFG_DTYPE_KV, dtype::FLASHINFER_CFG_DTYPE_KPE>;
+  using Tile = TileOf<false>;
+  // With three terms of a query registers would be spilled.
+  if constexpr (Tile::kTerms <= 2) {
+    if (params.in_pairs) return launch_mla_narrow<TileOf<true>>(params, enable_pdl, stream);
+  }
   const cudaError_t status = launch_mla_narrow<Tile>(params, enable_pdl, stream);
   if (status != cudaSuccess || !merges || params.merges_itself) return status;
   return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);

@@ -160,6 +160,7 @@ FLASHINFER_FFI_EXPORT(mla_plan, args) {
   made.causal = config.causal;
   made.merges = is_graph || made.num_merges > 0;
   made.few_parts = !is_graph && made.few_parts;
+  made.in_pairs = !is_graph && made.in_pairs;
   made.float_bytes = mla_float_bytes(made.num_ctas, made.num_slots, head_dim_ckv);
   if (ints) {
     check_workspace("int_workspace_buffer", made.int_bytes, ints.numel() * ints.itemsize());

@@ -32,10 +32,11 @@ using Kpe = dtype::FLASHINFER_CFG_DTYPE_KPE;
 using O = dtype::FLASHINFER_CFG_DTYPE_O;
 constexpr int kCkv = FLASHINFER_CFG_HEAD_DIM_CKV, kKpe = FLASHINFER_CFG_HEAD_DIM_KPE;
 #if defined(EMULATION_WIDE)
-constexpr bool kScaled = FLASHINFER_CFG_SCALED_GROUPS;
+constexpr bool kScaled = FLASHINFER_CFG_SCALED_GROUPS, kWide = true;
 #else
-constexpr bool kScaled = false;
+constexpr bool kScaled = false, kWide = false;
 #endif
+constexpr bool kInClusters = emulation::kMaxClusterCtas > 1;
 
 // Rows of `dim` values with a gap after each, which is NaN.
 template <typename T>
@@ -75,6 +76,7 @@ struct Case {
   bool causal, sinks;
   bool has_many_parts;  // one long request for many CTAs
   std::vector<MlaRequest> requests;
+  bool in_pairs;  // CTAs that have both parts of a tile of few rows merge them
   std::vector<int32_t> indices;
   int tokens = 0;
 
@@ -86,16 +88,26 @@ struct Case {
     has_many_parts = random.one_in(6);
     // A CTA merges up to eight rows with all of its warps.
     if (has_many_parts && random.one_in(2)) heads = random.integer(1, 8);
-    if (emulation::kMaxClusterCtas > 1) heads = 128;  // then CTAs share KV rows in pairs
+    if (kWide && kInClusters) heads = 128;  // then CTAs share KV rows in pairs
+    in_pairs = !kWide && kInClusters && !random.one_in(4);
+    if (in_pairs) {
+      has_many_parts = false;
+      heads = std::min(heads, 16);
+    }
     const int batch = has_many_parts ? 1 : random.integer(1, 4);
+    const int pair_steps = random.integer(1, 2);
     int pages = 0;
     for (int i = 0; i < batch; ++i) {
       int qo_len = random.one_in(6) ? 0 : random.integer(1, 5);
-      if (emulation::kMaxClusterCtas > 1) qo_len = std::min(qo_len, 2);
+      if (kWide && kInClusters) qo_len = std::min(qo_len, 2);
       if (has_many_parts)
         qo_len = std::min(qo_len, std::max(1, heads > 8 ? 64 / heads : 8 / heads));
       int kv_len = random.one_in(6) ? random.integer(0, 3) : random.integer(1, 500);
       if (has_many_parts) kv_len = random.integer(1300, 3000);
+      if (in_pairs) {
+        qo_len = random.integer(1, 16 / heads);
+        kv_len = 256 * pair_steps - random.integer(0, 127);
+      }
       requests.push_back({tokens, qo_len, pages, kv_len});
       tokens += qo_len;
       pages += (kv_len + page_size - 1) / page_size;
@@ -166,6 +178,7 @@ struct OwnPlan {
     launch.items = params.items;
     launch.counters = params.counters;
     launch.planner = params;
+    launch.in_pairs = false;
     launch.plans_itself = true;
     launch.plan_is_older = false;
   }
@@ -200,7 +213,8 @@ bool check(Random& random) {
   MlaPlanner planner;
   MlaPlan plan = {};
   int num_ctas = problem.has_many_parts ? 24 : random.integer(1, 9);
-  if (emulation::kMaxClusterCtas > 1) num_ctas = (num_ctas + 1) / 2 * 2;
+  if (kInClusters) num_ctas = (num_ctas + 1) / 2 * 2;
+  if (problem.in_pairs) num_ctas = 2 * problem.requests.size() + random.integer(0, 1);
   const MlaPlanConfig config = {problem.heads, num_ctas, problem.causal, !random.one_in(4)};
   planner.plan(config, problem.requests, plan);
   std::vector<uint4> ints(plan.int_bytes / 16 + 1);
@@ -234,6 +248,8 @@ bool check(Random& random) {
   params.num_tokens = std::max(problem.tokens, 1);
   params.num_pages = problem.num_pages;
   params.num_ctas = plan.num_ctas;
+  params.num_items = plan.num_items;
+  params.in_pairs = kInClusters && plan.in_pairs;
   // Larger ones make references move.
   const float sm_scale = (random.one_in(2) ? 1.f : 5.f) / std::sqrt(128.f + kKpe);
   params.sm_scale_log2 = sm_scale * 1.44269504f;
@@ -247,7 +263,7 @@ bool check(Random& random) {
   static std::mt19937 coin(7);  // leaves the problems as they are
   if (coin() % 2 == 0) own.bind(params, floats);
 #if !defined(EMULATION_WIDE)
-  params.merges_itself = coin() % 2 == 0;  // for any number of parts
+  params.merges_itself = coin() % 2 == 0 || params.in_pairs;  // for any number of parts
 #endif
   const bool merges = plan.num_merges > 0 || params.plans_itself;
 #else
@@ -294,7 +310,8 @@ bool check(Random& random) {
           const double got = to_float(out[size_t(row) * kCkv + i]);
           // Weights in float16 vanish where they are 2^-25 of the largest one, or less.
           const double vanished = sizeof(Ckv) == 1 ? values[i] * 0x1p-25 * params.o_scale : 1e-30;
-          const double most = 0.01 * (magnitude[i] * factor) + vanished;
+          // Weights, parts and outputs are rounded, by 2^-8 each at most.
+          const double most = 3 * 0x1p-8 * (magnitude[i] * factor) + vanished;
           if (!(std::fabs(got - expected[i] * factor) <= most)) {
             std::printf("output %d of row %d: got %g, expected %g\n", i, row, got,
                         expected[i] * factor);

@@ -17,7 +17,10 @@ NARROW = "flashinfer/mla/sm90/narrow/mla.cuh"
 NARROW_ATTENTION = "flashinfer/mla/sm90/narrow/attention.cuh"
 NARROW_QUERIES = "flashinfer/mla/sm90/narrow/queries.cuh"
 
+PAIR_MERGE = "flashinfer/mla/sm90/pair_merge.cuh"
+
 WAIT = "ptx::mbarrier_wait_soon(address(control_.full[stage_]), phase_);"
+CTA_SHARED = "dynamic_shared + ptx::cluster_rank() * emulation::cta_bytes"
 
 
 def find_fault(
@@ -100,8 +103,7 @@ def find_wide_fault(
     A CTA is a cluster of its own, or two with the same KV rows are one.
     """
     shared = "extern __shared__ __align__(1024) char shared[];"
-    place = "dynamic_shared + ptx::cluster_rank() * emulation::cta_bytes"
-    emulator.substitute(WIDE, shared, f"char* const shared = {place};")
+    emulator.substitute(WIDE, shared, f"char* const shared = {CTA_SHARED};")
     options = ["-DEMULATION_ARCH=900", "-DEMULATION_WIDE", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
     options.append(f"-DFLASHINFER_CFG_SCALED_GROUPS={int(scaled)}")
     if in_pairs:
@@ -210,13 +212,25 @@ def test_faults_of_shared_widening_are_found(
     assert find_wide_fault(emulator, dtypes, (512, 64), in_pairs=True, scaled=True)
 
 
+def few_rows_options(emulator: Emulator, kernel: str, kind: str, in_pairs: bool) -> list[str]:
+    """Of a kernel for few rows, whose CTAs are clusters of their own, or of two."""
+    shared = "extern __shared__ __align__(1024) char shared[];"
+    emulator.substitute(kernel, shared, f"char* const shared = {CTA_SHARED};")
+    options = ["-DEMULATION_ARCH=900", f"-DEMULATION_{kind}", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
+    return [*options, "-DEMULATION_CLUSTERS"] if in_pairs else options
+
+
 def find_narrow_fault(
-    emulator: Emulator, dtype: str, kpe: str, dims: tuple[int, int], cases: int = 3
+    emulator: Emulator,
+    dtype: str,
+    kpe: str,
+    dims: tuple[int, int],
+    cases: int = 3,
+    *,
+    in_pairs: bool = False,
 ) -> str:
     """The same of the kernel for few rows, from a latent cache of e4m3."""
-    shared = "extern __shared__ __align__(1024) char shared[];"
-    emulator.substitute(NARROW, shared, "char* const shared = dynamic_shared;")
-    options = ["-DEMULATION_ARCH=900", "-DEMULATION_NARROW", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
+    options = few_rows_options(emulator, NARROW, "NARROW", in_pairs)
     dtypes = (dtype, "float8_e4m3fn", kpe, "bfloat16")
     return build_and_run(emulator, options, dtypes, dims, cases)
 
@@ -259,11 +273,16 @@ def test_faults_of_few_rows_are_found(
     assert find_narrow_fault(emulator, "bfloat16", "float8_e4m3fn", (256, 64))
 
 
-def find_few_fault(emulator: Emulator, dtype: str, dims: tuple[int, int], cases: int = 3) -> str:
+def find_few_fault(
+    emulator: Emulator,
+    dtype: str,
+    dims: tuple[int, int],
+    cases: int = 3,
+    *,
+    in_pairs: bool = False,
+) -> str:
     """The same of the kernel for few rows of 16 bits."""
-    shared = "extern __shared__ __align__(1024) char shared[];"
-    emulator.substitute(FEW, shared, "char* const shared = dynamic_shared;")
-    options = ["-DEMULATION_ARCH=900", "-DEMULATION_FEW", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
+    options = few_rows_options(emulator, FEW, "FEW", in_pairs)
     return build_and_run(emulator, options, (dtype,) * 4, dims, cases)
 
 
@@ -302,3 +321,31 @@ def test_faults_of_few_rows_of_16_bits_are_found(
 ) -> None:
     emulator.substitute(header, statement, other)
     assert find_few_fault(emulator, "bfloat16", (256, 64), cases=8)
+
+
+@pytest.mark.parametrize("dims", [(256, 64), pytest.param((512, 64), marks=pytest.mark.full)])
+def test_pairs_merge_few_rows(emulator: Emulator, dims: tuple[int, int]) -> None:
+    assert not find_few_fault(emulator, "bfloat16", dims, in_pairs=True)
+
+
+@pytest.mark.parametrize("dims", [(256, 64), pytest.param((512, 64), marks=pytest.mark.full)])
+def test_pairs_merge_few_rows_of_8_bits(emulator: Emulator, dims: tuple[int, int]) -> None:
+    assert not find_narrow_fault(emulator, "bfloat16", E4M3, dims, in_pairs=True)
+
+
+@pytest.mark.parametrize(
+    ("statement", "other"),
+    one_by_default(
+        [
+            ("ptx::mbarrier_wait(barrier, 0);", ""),
+            ("sum = fmaf(theirs, other[h], sum * own[h]);", "sum = sum * own[h];"),
+            ("lane_idx / 4 * 8 + h * 4;", "lane_idx / 4 * 8;"),
+            ("sums[h] = fmaf(sums[h], own[h], other[h]);", ""),
+        ]
+    ),
+)
+def test_faults_of_pairs_of_few_rows_are_found(
+    emulator: Emulator, statement: str, other: str
+) -> None:
+    emulator.substitute(PAIR_MERGE, statement, other)
+    assert find_few_fault(emulator, "bfloat16", (256, 64), cases=8, in_pairs=True)

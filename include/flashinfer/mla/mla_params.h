@@ -39,7 +39,7 @@ struct MlaParams {
   FastDivisor num_heads, page_size;
   uint32_t num_tokens;  // of q
   uint32_t num_pages;   // of the cache
-  uint32_t num_ctas;
+  uint32_t num_ctas, num_items;
   float sm_scale_log2;  // of logits, times log2(e)
   float o_scale;        // of outputs
   float rope_factor;    // of rotary products, beside sm_scale; read where caches have 8 bits
@@ -47,6 +47,7 @@ struct MlaParams {
   bool causal;          // the last query token is at the last KV token
   bool plan_is_older;   // than the grid before, which has waited for it
   bool plans_itself;    // CTAs write their items, as `planner` says
+  bool in_pairs;        // as the plan says; read by launches of kernels of few rows
   bool merges_itself;   // no tile has more than kMlaFewParts parts; read by kernels of few rows
   MlaPlanParams planner;
   uint32_t profile_words;  // of `profile`

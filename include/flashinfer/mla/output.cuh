@@ -32,15 +32,16 @@ struct MlaRowTarget {
   float factor = 0.f;
 };
 
-// Row `tile_row` of an item: of its part in the workspace, where slots have kSlotRows rows of kDim
-// columns, or of the output. Writes its LSE, too, if `writes_lse`.
+// Row `tile_row` of an item: of slot `slot` of the workspace, where slots have kSlotRows rows of
+// kDim columns, or, if that is negative, of the output. Writes its LSE, too, if `writes_lse`.
 template <typename O, int kDim, int kSlotRows>
 __device__ __forceinline__ MlaRowTarget<O> begin_row(const MlaParams& params,
-                                                     const MlaWorkItem& item, int tile_row,
-                                                     float largest, float sum, bool writes_lse) {
+                                                     const MlaWorkItem& item, int slot,
+                                                     int tile_row, float largest, float sum,
+                                                     bool writes_lse) {
   MlaRowTarget<O> place;
-  if (item.slot >= 0) {
-    const int64_t slot_row = int64_t{item.slot} * kSlotRows + tile_row;
+  if (slot >= 0) {
+    const int64_t slot_row = int64_t{slot} * kSlotRows + tile_row;
     place.target = static_cast<O*>(params.partial_o) + slot_row * kDim;
     place.factor = sum == 0.f ? 0.f : 1.f / sum;  // NaN stays NaN
     if (writes_lse) {
@@ -71,8 +72,8 @@ __device__ __forceinline__ void write_output(const MlaParams& params, const MlaW
     using O = typename Tile::O;
     MlaRowTarget<O> place;
     if (exists) {
-      place = begin_row<O, Tile::kDimCkv, Tile::kRows>(params, item, tile_row, largest[h], sum[h],
-                                                       writes_lse);
+      place = begin_row<O, Tile::kDimCkv, Tile::kRows>(params, item, item.slot, tile_row,
+                                                       largest[h], sum[h], writes_lse);
     }
     const float factor = place.factor;
     O* const target = place.target + part * (Tile::kOutputTiles * 8) + lane_idx % 4 * 8;

@@ -50,6 +50,7 @@ class MlaPlanner {
     plan.num_slots = num_slots_;
     plan.few_parts = true;
     for (const MlaMerge& merge : merges_) plan.few_parts &= merge.num_parts <= kMlaFewParts;
+    plan.in_pairs = is_in_pairs();
     plan.int_bytes =
         MlaPlanLayout(config.num_ctas).items_offset +
         std::max(num_items_, config.num_ctas) * static_cast<int64_t>(sizeof(MlaWorkItem));
@@ -223,6 +224,19 @@ class MlaPlanner {
       }
     }
     finish();
+  }
+
+  bool is_in_pairs() const {
+    if (merges_.empty() || merges_.size() != units_.size()) return false;
+    for (const MlaRequest& request : *requests_) {
+      if (request.qo_len * config_.num_heads > kMlaFewRows) return false;
+    }
+    for (size_t column = 0; column < columns_.size(); ++column) {
+      const bool is_used = column < 2 * units_.size();
+      if (columns_[column].size() != (is_used ? 1 : 0)) return false;
+      if (is_used && columns_[column][0].unit != static_cast<int32_t>(column / 2)) return false;
+    }
+    return true;
   }
 
   // The longest units first, each to the column with the least to do.

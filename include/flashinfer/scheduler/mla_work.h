@@ -69,6 +69,9 @@ inline constexpr int64_t kMlaTileRows = 64;
 // Parts of a tile that a CTA merges beside its items, at most.
 inline constexpr int32_t kMlaFewParts = 4;
 
+// Rows that the kernels for few rows have at once.
+inline constexpr int64_t kMlaFewRows = 16;
+
 // Tiles of one request that neighbouring CTAs take side by side, at most.
 inline constexpr int64_t kMlaMaxLanes = 4;
 
@@ -92,6 +95,9 @@ struct MlaPlan {
   bool merges;          // whether there may be something to merge
   bool made_on_device;  // by the launch before, or by each CTA for itself
   bool few_parts;       // whether no tile has more than kMlaFewParts, for certain
+  // Whether CTAs 2 i and 2 i + 1 have the two parts of tile i as their only items, for all tiles,
+  // which have at most kMlaFewRows rows.
+  bool in_pairs;
 };
 
 }  // namespace flashinfer

@@ -62,7 +62,7 @@ class MlaFewAttention {
       for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
       }
-      if (item.slot >= 0 && params_.merges_itself) {
+      if (!Tile::kInPairs && item.slot >= 0 && params_.merges_itself) {
         MlaLastMerge<O, Tile::kDimCkv, Tile::kMathThreads>::end_item(
             params_, item, num_rows_, control_.is_last, [] { synchronize(); });
       }
@@ -341,6 +341,13 @@ class MlaFewAttention {
     float sums[2], largest[2];
     add_groups(kept, sums, largest);
     synchronize();  // before logits are told again
+    if constexpr (Tile::kInPairs) {
+      const auto value = [&](int i) -> float& { return kept[i / 4][i % 4]; };
+      if (!Tile::PairMerge::exchange(value, largest, sums, control_.parts_full,
+                                     shared_ + Tile::kOffsetReceived, group_)) {
+        return;
+      }
+    }
     write_rows(kept, item, first_row, largest, sums);
   }
 
@@ -377,6 +384,7 @@ class MlaFewAttention {
                                              const MlaWorkItem& item, int first_row,
                                              const float (&largest)[2],
                                              const float (&sums)[2]) const {
+    const int slot = Tile::kInPairs ? -1 : item.slot;  // what pairs write is whole
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + row_ + 8 * h;
@@ -385,7 +393,7 @@ class MlaFewAttention {
       const bool writes_lse = threadIdx.x < 32 && lane_idx_ % 4 == 0;
       MlaRowTarget<O> place;
       if (exists) {
-        place = begin_row<O, Tile::kDimCkv, kMlaTileRows>(params_, item, row, largest[h], sum,
+        place = begin_row<O, Tile::kDimCkv, kMlaTileRows>(params_, item, slot, row, largest[h], sum,
                                                           writes_lse);
       }
       const float factor = place.factor;

@@ -22,8 +22,9 @@ inline cudaError_t launch_mla_few(const MlaParams& params, bool enable_pdl, cuda
   few.mla = params;
   few.box_rows = mla_box_rows(params.page_size.divisor, Tile::kBlock);
   encode_mla_boxes<Tile>(few);
-  return launch_kernel(mla_few_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
-                       Tile::kSharedBytes, stream, enable_pdl, few);
+  const uint32_t num_ctas = Tile::kInPairs ? params.num_items : params.num_ctas;
+  return launch_kernel(mla_few_kernel<Tile>, dim3(num_ctas), dim3(Tile::kThreads),
+                       Tile::kSharedBytes, stream, enable_pdl, few, Tile::kInPairs ? 2 : 0);
 }
 
 }  // namespace flashinfer

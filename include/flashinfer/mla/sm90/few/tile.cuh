@@ -4,13 +4,16 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/mla/sm90/pair_merge.cuh>
 
 namespace flashinfer {
 
-template <typename T_, typename O_, int kDimCkv_, int kDimKpe_>
+// With `kInPairs_`, CTAs are clusters of two that have the parts of a tile (pair_merge.cuh).
+template <typename T_, typename O_, int kDimCkv_, int kDimKpe_, bool kInPairs_ = false>
 struct MlaFewTile {
   using T = T_;  // of queries and caches
   using O = O_;
+  static constexpr bool kInPairs = kInPairs_;
   using Ckv = T_;
   using Kpe = T_;
   static_assert(sizeof(T) == 2);
@@ -36,19 +39,25 @@ struct MlaFewTile {
   // Logits of a warp's columns, of even and of odd blocks; at the end of an item, outputs.
   static constexpr int kPartBytes = kTokenTiles * 32 * 16;
   static constexpr int kExchangeBytes = 2 * kGroupWarps * kPartBytes;  // of a group
+  using PairMerge = MlaPairMerge<O, kOutputTiles * 2, kGroupWarps>;
+  static constexpr int kPairBytes = kInPairs ? PairMerge::kBytes : 0;
   static constexpr int kControlBytes = 512, kMaxBytes = 227 << 10;
-  static constexpr int kRoom = (kMaxBytes - kControlBytes - 2 * kExchangeBytes) / kStageBytes;
+  static constexpr int kRoom =
+      (kMaxBytes - kControlBytes - 2 * kExchangeBytes - kPairBytes) / kStageBytes;
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
   static constexpr int kOffsetExchange = kStages * kStageBytes;
   static constexpr int kOffsetControl = kOffsetExchange + 2 * kExchangeBytes;
-  static constexpr int kSharedBytes = kOffsetControl + kControlBytes;
+  static constexpr int kOffsetReceived = kOffsetControl + kControlBytes;
+  static constexpr int kSharedBytes = kOffsetReceived + kPairBytes;
+  static_assert(kSharedBytes <= kMaxBytes);
 };
 
 template <typename Tile>
 struct MlaFewControl {
   float largest[2][Tile::kRows], sums[2][Tile::kRows];  // of the groups
   uint64_t full[Tile::kStages], empty[Tile::kStages];
-  uint32_t is_last;  // whether the CTA has brought the last part of a tile
+  uint32_t is_last;     // whether the CTA has brought the last part of a tile
+  uint64_t parts_full;  // the other CTA of a pair has sent its columns
 };
 
 }  // namespace flashinfer

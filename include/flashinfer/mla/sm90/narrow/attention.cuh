@@ -72,7 +72,7 @@ class MlaNarrowAttention {
       for (int pass = 0; pass < mla_passes<Tile>(num_rows_); ++pass) {
         attend(item, pass * Tile::kRows);
       }
-      if (item.slot >= 0 && params_.merges_itself) {
+      if (!Tile::kInPairs && item.slot >= 0 && params_.merges_itself) {
         MlaLastMerge<O, Tile::kDimCkv, Tile::kMathThreads>::end_item(
             params_, item, num_rows_, control_.is_last, [] { synchronize(); });
       }
@@ -402,6 +402,13 @@ class MlaNarrowAttention {
     synchronize();
     float largest[2], sums[2];
     add_groups(kept, largest, sums);
+    if constexpr (Tile::kInPairs) {
+      const auto value = [&](int i) -> float& { return kept[i / 8][i / 4 % 2][i % 4]; };
+      if (!Tile::PairMerge::exchange(value, largest, sums, control_.parts_full,
+                                     shared_ + Tile::kOffsetReceived, group_)) {
+        return;
+      }
+    }
     write_rows(kept, item, first_row, largest, sums);
   }
 
@@ -447,14 +454,15 @@ class MlaNarrowAttention {
   __device__ __forceinline__ void write_rows(const Columns<kCount>& output, const MlaWorkItem& item,
                                              int first_row, const float (&largest)[2],
                                              const float (&sums)[2]) const {
+    const int slot = Tile::kInPairs ? -1 : item.slot;  // what pairs write is whole
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + row_ + 8 * h;
       if (row >= num_rows_) continue;
       const float sum = sums[h];
       const bool writes_lse = threadIdx.x < 32 && lane_idx_ % 4 == 0;
-      const auto place = begin_row<O, Tile::kDimCkv, kMlaTileRows>(params_, item, row, largest[h],
-                                                                   sum, writes_lse);
+      const auto place = begin_row<O, Tile::kDimCkv, kMlaTileRows>(params_, item, slot, row,
+                                                                   largest[h], sum, writes_lse);
       const float factor = place.factor;
       O* const target =
           place.target + (2 * warp_idx_ + group_) * (Tile::kWarpColumns / 2) + lane_idx_ % 4 * 4;

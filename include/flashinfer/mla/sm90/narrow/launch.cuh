@@ -23,8 +23,9 @@ inline cudaError_t launch_mla_narrow(const MlaParams& params, bool enable_pdl,
   narrow.mla = params;
   narrow.box_rows = mla_box_rows(params.page_size.divisor, Tile::kBlock);
   encode_mla_boxes<Tile>(narrow);
-  return launch_kernel(mla_narrow_kernel<Tile>, dim3(params.num_ctas), dim3(Tile::kThreads),
-                       Tile::kSharedBytes, stream, enable_pdl, narrow);
+  const uint32_t num_ctas = Tile::kInPairs ? params.num_items : params.num_ctas;
+  return launch_kernel(mla_narrow_kernel<Tile>, dim3(num_ctas), dim3(Tile::kThreads),
+                       Tile::kSharedBytes, stream, enable_pdl, narrow, Tile::kInPairs ? 2 : 0);
 }
 
 }  // namespace flashinfer

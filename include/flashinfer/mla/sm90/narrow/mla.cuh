@@ -13,6 +13,7 @@
 #include <flashinfer/mla/own_plan.cuh>
 #include <flashinfer/mla/sm90/narrow/attention.cuh>
 #include <flashinfer/mla/sm90/ring_loader.cuh>
+#include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
 #include <flashinfer/ptx/tma_multicast.cuh>
@@ -32,18 +33,26 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                          MlaRingLoader<Tile>::num_arrivals(params));
       ptx::mbarrier_init(ptx::shared_address(&control.empty[stage]), Tile::kMathThreads / 32);
     }
+    if (Tile::kInPairs) Tile::PairMerge::init(control.parts_full);
     ptx::mbarrier_init_fence();
   } else if (threadIdx.x == Tile::kMathThreads && params.box_rows != 0) {
     ptx::tma_prefetch_map(&params.ckv);
     if (Tile::kDimKpe != 0) ptx::tma_prefetch_map(&params.kpe);
   }
-  __syncthreads();
+  if constexpr (Tile::kInPairs) {
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+  } else {
+    __syncthreads();
+  }
   if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (params.mla.plans_itself) {
     static_assert(sizeof(MlaOwnPlanner::Shared) <= Tile::kSharedQueryBytes);
     plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
   }
+  // Not in the roles: the compiler would then have too few registers.
+  if constexpr (Tile::kInPairs) ptx::cluster_wait();
   if (threadIdx.x >= Tile::kMathThreads) {
     using Loader = MlaRingLoader<Tile>;
     ptx::decrease_registers<Tile::kLoadRegisters>();

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/mla/sm90/pair_merge.cuh>
 
 namespace flashinfer {
 
@@ -13,11 +14,14 @@ inline constexpr int kMlaBits = sizeof(T) == 1                       ? 4
                                 : std::is_same_v<T, dtype::bfloat16> ? 8
                                                                      : 11;
 
-template <typename O_, int kDimCkv_, int kDimKpe_, typename Q_, typename Ckv_, typename Kpe_>
+// With `kInPairs_`, CTAs are clusters of two that have the parts of a tile (pair_merge.cuh).
+template <typename O_, int kDimCkv_, int kDimKpe_, typename Q_, typename Ckv_, typename Kpe_,
+          bool kInPairs_ = false>
 struct MlaNarrowTile {
   using T =
       dtype::float16;  // of weights, and of values beside them: it represents every e4m3 value
   using O = O_;
+  static constexpr bool kInPairs = kInPairs_;
   using Q = Q_;
   using Ckv = Ckv_;
   using Kpe = Kpe_;
@@ -56,8 +60,11 @@ struct MlaNarrowTile {
   static constexpr int kExchangeBytes = kGroupWarps * kUnits * 512;  // of a group
   static constexpr int kSharedQueryBytes =
       ((kUsedBytes > 2 * kExchangeBytes ? kUsedBytes : 2 * kExchangeBytes) + 1023) / 1024 * 1024;
+  using PairMerge = MlaPairMerge<O, kUnits * 4, kGroupWarps>;
+  static constexpr int kPairBytes = kInPairs ? PairMerge::kBytes : 0;
   static constexpr int kControlBytes = 2048, kMaxBytes = 227 << 10;
-  static constexpr int kRoom = (kMaxBytes - kControlBytes - kSharedQueryBytes) / kStageBytes;
+  static constexpr int kRoom =
+      (kMaxBytes - kControlBytes - kSharedQueryBytes - kPairBytes) / kStageBytes;
   static constexpr int kStages = kRoom < 8 ? kRoom : 8;
 
   static constexpr int kOffsetQueries = kStages * kStageBytes;
@@ -65,7 +72,9 @@ struct MlaNarrowTile {
   static constexpr int kOffsetWeights = kOffsetQueries + kQueryBytes;
   static constexpr int kOffsetExchange = kOffsetQueries;
   static constexpr int kOffsetControl = kOffsetQueries + kSharedQueryBytes;
-  static constexpr int kSharedBytes = kOffsetControl + kControlBytes;
+  static constexpr int kOffsetReceived = kOffsetControl + kControlBytes;
+  static constexpr int kSharedBytes = kOffsetReceived + kPairBytes;
+  static_assert(kSharedBytes <= kMaxBytes);
 };
 
 template <typename Tile>
@@ -75,7 +84,8 @@ struct MlaNarrowControl {
   float largest[2][Tile::kRows];                        // references of the groups
   float sums[2][Tile::kGroupWarps][Tile::kRows];        // of the warps' weights
   uint64_t full[Tile::kStages], empty[Tile::kStages];
-  uint32_t is_last;  // whether the CTA has brought the last part of a tile
+  uint32_t is_last;     // whether the CTA has brought the last part of a tile
+  uint64_t parts_full;  // the other CTA of a pair has sent its columns
 };
 
 }  // namespace flashinfer
