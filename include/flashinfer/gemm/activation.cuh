@@ -20,8 +20,9 @@ __device__ __forceinline__ GemmGate gemm_gate(const Params& params, uint32_t gro
   return gate;
 }
 
-// `first` and `second` come from the halves of B's rows.
-template <GemmActivation kActivation>
+// `first` and `second` come from the halves of B's rows. For an 8-bit result exponential and
+// quotient take a third of the instructions.
+template <GemmActivation kActivation, bool kFor8Bits = false>
 __device__ __forceinline__ float activate_pair(const GemmGate& constants, float first,
                                                float second) {
   float gate = kActivation == GemmActivation::swiglu ? first : second;
@@ -31,7 +32,14 @@ __device__ __forceinline__ float activate_pair(const GemmGate& constants, float 
   }
   gate = fminf(gate, constants.limit);
   value = fminf(fmaxf(value, -constants.limit), constants.limit);
-  const float sigmoid = 1.f / (1.f + __expf(-constants.alpha * gate));
+  float sigmoid;
+  if constexpr (kFor8Bits) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * (constants.alpha * -1.44269504f)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.f + power));
+  } else {
+    sigmoid = 1.f / (1.f + __expf(-constants.alpha * gate));
+  }
   return gate * sigmoid * (value + constants.beta);
 }
 

@@ -192,7 +192,8 @@ class GemmEpilogue {
         const float (&second)[4] = Tile::kSwap ? sums[rep + 1][j] : sums[rep][j + kOutTiles];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          first[i] = activate_pair<Tile::kActivation>(constants, first[i], second[i]);
+          first[i] =
+              activate_pair<Tile::kActivation, Tile::kQuantizes>(constants, first[i], second[i]);
       }
     }
   }

@@ -116,6 +116,7 @@ class GemmQuantizer {
     }
     ptx::named_barrier_sync(kBarrier, kThreads);
     // A thread finds the factor of a row, which takes the place of the first warp's maximum.
+#pragma unroll 1
     for (uint32_t row = threadIdx.x; row < kTiles * 8; row += kThreads) {
       float largest = kLeast;
 #pragma unroll
