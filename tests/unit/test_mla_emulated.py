@@ -174,7 +174,7 @@ def test_faults_of_the_wide_kernel_are_found(
     emulator: Emulator, header: str, statement: str, other: str
 ) -> None:
     emulator.substitute(header, statement, other)
-    assert find_wide_fault(emulator, ("bfloat16",) * 3, (256, 0), cases=8)
+    assert find_wide_fault(emulator, ("bfloat16",) * 3, (256, 0), cases=24)
 
 
 @pytest.mark.parametrize(
