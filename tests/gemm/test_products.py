@@ -15,7 +15,15 @@ from flashinfer.gemm._choice import GemmProblem, choose_config
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
 
-SCALED = [(3, 72, 384), (40, 512, 512), (100, 264, 2304), (128, 136, 1024), (300, 640, 640)]
+SCALED = [
+    (3, 72, 384),
+    (40, 512, 512),
+    (100, 264, 2304),
+    (128, 136, 1024),
+    (13, 264, 4608),  # scales of more blocks than are copied at a time
+    (61, 136, 2560),
+    (300, 640, 640),
+]
 LENGTHS = [[0, 5, 130, 1, 256, 0, 77], [4, 0, 3], [1], [0, 0, 0, 200]]
 SHAPES = [(1, 8, 64), (5, 264, 1024), (17, 136, 200), (64, 512, 512), (130, 648, 384)]
 

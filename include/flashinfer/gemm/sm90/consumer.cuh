@@ -7,13 +7,18 @@
 
 #include <flashinfer/gemm/sm90/epilogue.cuh>
 #include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/gemm/sm90/promotion.cuh>
 #include <flashinfer/gemm/sm90/split.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 
 namespace flashinfer {
 
 template <typename Tile>
-class GemmConsumer {
+class GemmConsumer : GemmPromotion<Tile> {
+  using Promotion = GemmPromotion<Tile>;
+  using StageScales = typename Promotion::StageScales;
+  using Promotion::combine, Promotion::kReadsRightScales, Promotion::load_scales;
+  using Promotion::lane_idx_, Promotion::promote, Promotion::warp_idx_, Promotion::warpgroup_idx_;
   static constexpr int kReps = Tile::kReps, kTiles = Tile::kTiles;
   using Sums = float[kReps][kTiles][4];
 
@@ -28,7 +33,10 @@ class GemmConsumer {
     warpgroup_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (Tile::kBlockScales) {
       along_k_ = params.scale_copy == GemmScaleCopy::kAlongK ||
-                 params.scale_copy == GemmScaleCopy::kBoxAlongK;
+                 params.scale_copy == GemmScaleCopy::kBoxAlongK ||
+                 params.scale_copy == GemmScaleCopy::kWhole;
+      is_whole_ = params.scale_copy == GemmScaleCopy::kWhole;
+      if (is_whole_) row_pitch_ = static_cast<uint32_t>(params.gemm.a_scale.stride_row) * 4;
     }
     warp_idx_ = threadIdx.x % 128 / 32;
     lane_idx_ = threadIdx.x % 32;
@@ -42,6 +50,7 @@ class GemmConsumer {
   }
 
   __device__ __forceinline__ void run() {
+    if (Tile::kWaitsLate && !params_.gemm.starts_early) ptx::grid_dependency_wait();
     GemmEpilogue<Tile> epilogue(params_, shared_);
     GemmSplit<Tile> split(shared_);
     GemmWork work;
@@ -140,12 +149,6 @@ class GemmConsumer {
     if (blocks_.count > 0) release(previous);
   }
 
-  // Scales of a thread's two left rows, and the scale of all right rows where they share one.
-  struct StageScales {
-    float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
-    uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
-  };
-
   // The products of a block and what they are promoted with.
   struct Pending {
     float products[kReps][kTiles][4];
@@ -223,10 +226,11 @@ class GemmConsumer {
 
   // Four blocks of k whose scales come together, in neighbouring stages.
   struct Four {
-    uint32_t stage, scales, columns;
+    uint32_t first, stage, scales, columns;
     Operands operands;
   };
-  static constexpr bool kFours = Tile::kBlockScales && Tile::kStages % Tile::kScaleBlocks == 0;
+  static constexpr int kFour = Tile::kFour;
+  static constexpr bool kFours = Tile::kBlockScales && Tile::kStages % kFour == 0;
 
   // All but the last blocks by four at a time: few sums take fewer instructions than finding the
   // place of every block does. The products of block 0 are under way, and then those of the block
@@ -234,12 +238,12 @@ class GemmConsumer {
   __device__ __forceinline__ uint32_t multiply_fours(Sums& sums, Pending (&pending)[2],
                                                      uint32_t count) {
     uint32_t i = 0;
-    if ((ring_.stage - 1) % Tile::kScaleBlocks != 0) return i;
-    Four four = {ring_.stage - 1, scales_, column_scales_, operands(ring_.stage - 1)};
+    if ((ring_.stage - 1) % kFour != 0) return i;
+    Four four = {0, ring_.stage - 1, scales_, column_scales_, operands(ring_.stage - 1)};
     four_phase_ = ring_.phase;
-    for (; i + Tile::kScaleBlocks < count; i += Tile::kScaleBlocks) {
+    for (; i + kFour < count; i += kFour) {
 #pragma unroll
-      for (int at = 0; at < Tile::kScaleBlocks - 1; ++at) {
+      for (int at = 0; at < kFour - 1; ++at) {
         begin(pending[(at + 1) % 2], four, at + 1);
         ptx::wgmma_wait<kReps>();
         end(sums, pending[at % 2], four, at);
@@ -248,7 +252,7 @@ class GemmConsumer {
       four = next_four(four);
       begin(pending[0], four, 0);
       ptx::wgmma_wait<kReps>();
-      end(sums, pending[1], last, Tile::kScaleBlocks - 1);
+      end(sums, pending[1], last, kFour - 1);
     }
     ring_.stage = four.stage + 1;
     ring_.phase = four_phase_;
@@ -256,15 +260,16 @@ class GemmConsumer {
     return i;
   }
 
-  // Waits for the scales of the next four blocks.
+  // Finds the scales of the next four blocks.
   __device__ __forceinline__ Four next_four(const Four& four) {
-    await_scales(0);
-    uint32_t stage = four.stage + Tile::kScaleBlocks;
+    const uint32_t first = four.first + kFour;
+    await_scales(first);
+    uint32_t stage = four.stage + kFour;
     if (stage == Tile::kStages) {
       stage = 0;
       four_phase_ ^= 1;
     }
-    return {stage, scales_, column_scales_, operands(stage)};
+    return {first, stage, scales_, column_scales_, operands(stage)};
   }
 
   __device__ __forceinline__ void begin(Pending& pending, const Four& four, int at) const {
@@ -275,7 +280,7 @@ class GemmConsumer {
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
       pending.scales[rep] = load_scales(rep, 0, four.scales + at * 4,
-                                        four.columns + at * Tile::kColumnScaleBytes, 16);
+                                        four.columns + at * Tile::kColumnScaleBytes, row_pitch());
       start(pending.products[rep], operands, rep, 0);
     }
   }
@@ -288,7 +293,7 @@ class GemmConsumer {
     for (int rep = 0; rep < kReps; ++rep) {
       promote(sums[rep], 0, pending.products[rep], pending.scales[rep]);
     }
-    if (at == Tile::kScaleBlocks - 1) release_scales(at);
+    if (at == kFour - 1) release_scales(four.first + at);
   }
 
   template <int kCount>
@@ -324,14 +329,36 @@ class GemmConsumer {
     release_scales(i);
   }
 
-  // Finds the scales of block `i`; one barrier guards the scales of four blocks.
+  // Bytes from a row's scales to the next row's, where those of a row are neighbours.
+  static constexpr uint32_t kRowPitch = Tile::kScaleBlocks * 4;
+  __device__ __forceinline__ uint32_t row_pitch() const {
+    return Tile::kWideScales ? row_pitch_ : kRowPitch;
+  }
+
+  // Finds the scales of block `i` among those that begin at `first`. Rows of boxes are swizzled by
+  // 16 bytes, by their number's two bits above the lowest: the same ones for a lane's rows.
+  __device__ __forceinline__ void place_scales(uint32_t first, uint32_t i) {
+    const uint32_t at = i % Tile::kScaleBlocks;
+    const uint32_t column = is_whole_ ? blocks_.first + i : at;
+    const uint32_t swizzle = is_whole_ ? 0 : Tile::kSwap ? lane_idx_ % 4 : lane_idx_ / 8;
+    first_scales_ = first;
+    scales_ = first + (along_k_ ? ((column / 4) ^ swizzle) * 16 + column % 4 * 4
+                                : at * Tile::kTileRows * 4);
+    column_scales_ =
+        first + Tile::kScaleBlocks * Tile::kTileRows * 4 + at * Tile::kColumnScaleBytes;
+  }
+
+  // Finds the scales of block `i`; one barrier guards those that are copied together.
   __device__ __forceinline__ void await_scales(uint32_t i) {
     if constexpr (!Tile::kBlockScales) return;
     if (i % Tile::kScaleBlocks == 0) {
       ptx::mbarrier_wait_soon(scale_barrier(scale_ring_.stage), scale_ring_.phase);
       scales_ = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
       column_scales_ = scales_ + Tile::kScaleBlocks * Tile::kTileRows * 4;
+      if constexpr (Tile::kWideScales) place_scales(scales_, i);
       scale_ring_.advance();
+    } else if constexpr (Tile::kWideScales) {
+      place_scales(first_scales_, i);
     } else {
       scales_ += along_k_ ? 4 : Tile::kTileRows * 4;
       column_scales_ += Tile::kColumnScaleBytes;
@@ -353,6 +380,7 @@ class GemmConsumer {
       scales_ = is_first ? first : scales_ + step;
       column_scales_ = is_first ? first + Tile::kScaleBlocks * Tile::kTileRows * 4
                                 : column_scales_ + Tile::kColumnScaleBytes;
+      if constexpr (Tile::kWideScales) place_scales(is_first ? first : first_scales_, i);
       GemmRing<Tile::kScaleStages> next = scale_ring_;
       next.advance();
       scale_ring_.stage = is_first ? next.stage : scale_ring_.stage;
@@ -379,103 +407,8 @@ class GemmConsumer {
     return full(2 * Tile::kStages + 2 + i);
   }
 
-  static constexpr bool kReadsRightScales =
-      Tile::kBlockScales && (Tile::kSwap || Tile::kScale == GemmScale::group);
-
-  __device__ __forceinline__ static float load_float(uint32_t shared) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared));
-    return value;
-  }
-
   __device__ __forceinline__ StageScales load_scales(int rep, int part) const {
-    return load_scales(rep, part, scales_, column_scales_, along_k_ ? 16 : 4);
-  }
-
-  // Scales of a block: of rows, `row_step` bytes apart, and of columns.
-  __device__ __forceinline__ StageScales load_scales(int rep, int part, uint32_t rows,
-                                                     uint32_t columns, uint32_t row_step) const {
-    StageScales scales;
-    if constexpr (Tile::kBlockScales) {
-      constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
-      const int first = (warpgroup_idx_ * kReps + rep) * 64;
-      const int low = first + warp_idx_ * 16 + lane_idx_ / 4;
-      if constexpr (Tile::kSwap && Tile::kScale == GemmScale::group) {
-        scales.low = load_float(columns + low * 4);
-        scales.high = load_float(columns + low * 4 + 32);
-      } else if constexpr (Tile::kSwap) {
-        scales.both = load_float(columns + column_scale(first) * 4);
-      } else {
-        scales.low = load_float(rows + low * row_step);
-        scales.high = load_float(rows + (low + 8) * row_step);
-        if constexpr (Tile::kScale == GemmScale::block && kHalvesDiffer) {
-          scales.both = load_float(columns);
-          scales.second = load_float(columns + 4);
-        } else if constexpr (Tile::kScale == GemmScale::block) {
-          static_assert(128 % kPartRows == 0, "columns of a part share their scale");
-          scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
-        }
-      }
-      const int right = part * kPartRows + lane_idx_ % 4 * 2;
-      scales.right_step = Tile::kSwap ? row_step : 4;
-      scales.right = (Tile::kSwap ? rows : columns) + right * scales.right_step;
-    }
-    return scales;
-  }
-
-  // Index of the scale that row `local` of the tile's rows of B has.
-  __device__ __forceinline__ static constexpr int column_scale(int local) {
-    constexpr int kPerBox = ceil_div(Tile::kBoxRowsB, 128);
-    return local / Tile::kBoxRowsB * kPerBox + local % Tile::kBoxRowsB / 128;
-  }
-
-  // Gate and up columns of one part have a scale each.
-  static constexpr bool kHalvesDiffer =
-      !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
-
-  // Keeps the compiler from moving the scale across products.
-  __device__ __forceinline__ static float pinned(float scale) {
-    asm volatile("" : "+f"(scale));
-    return scale;
-  }
-
-  // Multiplies what all sums of a row share while products are made.
-  __device__ __forceinline__ static void combine(StageScales& scales) {
-    if constexpr (Tile::kBlockScales && !kHalvesDiffer) {
-      scales.low = pinned(scales.low * scales.both);
-      scales.high = pinned(scales.high * scales.both);
-      scales.both = 1.f;
-    }
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
-                                                 const float (&products)[kCount][4],
-                                                 const StageScales& scales) {
-    float low = pinned(scales.low) * scales.both;
-    float high = pinned(scales.high) * scales.both;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      float (&sum)[4] = sums[first + j];
-      if (kHalvesDiffer && j == kCount / 2) {
-        low = scales.low * scales.second;
-        high = scales.high * scales.second;
-      }
-      if constexpr (!Tile::kBlockScales) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += products[j][i];
-      } else {
-        float2 right = make_float2(1.f, 1.f);
-        if constexpr (kReadsRightScales) {
-          const uint32_t address = scales.right + j * 8 * scales.right_step;
-          right = make_float2(load_float(address), load_float(address + scales.right_step));
-        }
-        sum[0] += products[j][0] * (low * right.x);
-        sum[1] += products[j][1] * (low * right.y);
-        sum[2] += products[j][2] * (high * right.x);
-        sum[3] += products[j][3] * (high * right.y);
-      }
-    }
+    return load_scales(rep, part, scales_, column_scales_, along_k_ ? row_pitch() : 4);
   }
 
   const GemmKernelParams& params_;
@@ -485,14 +418,14 @@ class GemmConsumer {
   const uint32_t shared_;
   uint32_t remote_empty_ = 0;  // barrier of the first stage in the CTA that this lane tells
   uint64_t left_, right_;
-  int warpgroup_idx_, warp_idx_, lane_idx_;
   GemmRing<Tile::kStages> ring_;
   uint32_t four_phase_ = 0;
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
   // Scales of the latest block; a row's four blocks are neighbours, or a block's rows.
-  uint32_t scales_ = 0, column_scales_ = 0;
+  uint32_t scales_ = 0, column_scales_ = 0, first_scales_ = 0;
   uint32_t awaited_scales_ = 0, awaited_phase_ = 0;  // barrier of the scales that find_next() found
-  bool along_k_ = false;
+  bool along_k_ = false, is_whole_ = false;
+  uint32_t row_pitch_ = kRowPitch;
   uint32_t released_scales_ = 0;
 };
 

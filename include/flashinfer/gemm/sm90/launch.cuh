@@ -87,7 +87,7 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   return true;
 }
 
-// How scales of A are copied: as boxes of one row's four blocks of k, or of one block's rows,
+// How scales of A are copied: as boxes of one row's blocks of k, or of one block's rows,
 // whichever are neighbours, if all of them begin at multiples of 16 bytes.
 template <typename Tile>
 inline void choose_scale_copy(GemmKernelParams& kernel) {
@@ -96,8 +96,8 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
   const GemmParams& p = kernel.gemm;
   const GemmScaleMatrix& s = p.a_scale;
   const uint32_t blocks = ceil_div(p.k, 128u);
-  // Lanes are as fast where a tile has few rows.
-  const bool along_k = s.stride_k == 1 && Tile::kTileRows >= 64;
+  // Lanes copy 16 bytes of few rows as fast.
+  const bool along_k = s.stride_k == 1 && (Tile::kWideScales || Tile::kTileRows >= 64);
   // Tiles begin wherever groups do; the last tile of a matrix ends with it.
   const bool along_rows =
       s.stride_row == 1 && p.m % 4 == 0 && (kBatches || kGroups == GemmGroups::indices);
@@ -108,15 +108,22 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
                                  {kBatches ? p.num_groups : 1, s.stride_batch, 1}};
     if (along_k) dims[0] = {p.m, s.stride_row, rows};
     kernel.box_rows_scale = rows;
+    if (Tile::kWideScales && along_k && blocks < Tile::kScaleBlocks && blocks % 4 == 0 &&
+        s.stride_row == blocks && s.stride_batch % 4 == 0 &&
+        reinterpret_cast<uint64_t>(s.data) % 16 == 0) {
+      kernel.scale_copy = GemmScaleCopy::kWhole;
+      return;
+    }
     if (ptx::encode_tensor_map<float>(kernel.a_scale, s.data, along_k ? blocks : p.m,
                                       along_k ? Tile::kScaleBlocks : rows, dims,
-                                      CU_TENSOR_MAP_SWIZZLE_NONE)) {
+                                      along_k && Tile::kWideScales ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                   : CU_TENSOR_MAP_SWIZZLE_NONE)) {
       kernel.scale_copy = along_k ? GemmScaleCopy::kBoxAlongK : GemmScaleCopy::kBoxAlongRows;
       return;
     }
   }
-  if (reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 && s.stride_k == 1 &&
-      s.stride_row % 4 == 0 && blocks % 4 == 0) {
+  if (!Tile::kWideScales && reinterpret_cast<uint64_t>(s.data) % 16 == 0 &&
+      s.stride_batch % 4 == 0 && s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) {
     kernel.scale_copy = GemmScaleCopy::kAlongK;
   }
 }

@@ -37,8 +37,8 @@ struct GemmBlocks {
       first = 0;
       count = blocks;
     } else {
-      // Whole units of the blocks whose scales come together.
-      constexpr uint32_t kUnit = Tile::kBlockScales ? Tile::kScaleBlocks : 1;
+      // Whole units of the blocks that are multiplied together.
+      constexpr uint32_t kUnit = Tile::kBlockScales ? Tile::kFour : 1;
       const uint32_t split = GemmPlace<Tile>().split, units = ceil_div(blocks, kUnit);
       const uint32_t end = units * (split + 1) / Tile::kSplits * kUnit;
       first = units * split / Tile::kSplits * kUnit;
@@ -90,13 +90,20 @@ class GemmProducer {
     const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
     GemmGather<Tile> gather(params);
     // Weights are asked for before the rows' numbers are read, too.
-    uint32_t ahead = kGathers || params.starts_early ? load_weights_ahead(thread_idx, policy) : 0;
     GemmWork work;
-    while (scheduler_.next(work)) {
+    bool exists = scheduler_.next(work);
+    uint32_t ahead = 0;
+    if (exists && (kGathers || params.starts_early)) {
+      ahead = load_weights_ahead(work, thread_idx, policy);
+    }
+    if (!Tile::kWaitsLate && params.starts_early) ptx::grid_dependency_wait();
+    bool waits = Tile::kWaitsLate;
+    for (; exists; exists = scheduler_.next(work)) {
       uint32_t row = work.row;
       if (Tile::kSharedA > 1) row += place_.column * (Tile::kTileRows / Tile::kSharedA);
       if constexpr (kGathers) gather.find(work, thread_idx);
       GemmScaleSource<Tile> scales(params, params_.scale_copy, work, thread_idx % 32);
+#pragma unroll 1
       for (uint32_t i = 0; i < blocks_.count; ++i) {
         ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
         const uint32_t barrier = full(ring.stage), block = blocks_.first + i;
@@ -106,6 +113,9 @@ class GemmProducer {
           if (ahead == 0) {
             ptx::mbarrier_arrive_expect(barrier, Tile::kBytesB + (kGathers ? 0 : bytes_a));
           }
+          // As late as can be: what follows are few instructions, which have yet to be fetched.
+          if (waits) ptx::grid_dependency_wait();
+          waits = false;
           if (!kGathers && place_.column < params_.parts_a) {
             copy_box<Tile::kSharedA, Tile::kTileRows>(params_.a, a, barrier, x, row, work.batch,
                                                       place_.column, place_.readers_of_a(), normal);
@@ -130,24 +140,18 @@ class GemmProducer {
     }
   }
 
-  // Fills the ring with weights of the first tile, then waits for the kernel that writes A, if that
-  // was not done before. Gives the number of stages.
-  __device__ __forceinline__ uint32_t load_weights_ahead(int thread_idx, uint64_t policy) const {
-    GemmScheduler<Tile> scheduler = scheduler_;
-    GemmWork work;
-    uint32_t count = 0;
-    if (scheduler.next(work)) {
-      count = blocks_.count < Tile::kStages ? blocks_.count : Tile::kStages;
-      if (thread_idx < 32 && ptx::elect_one()) {
-        const uint32_t bytes_a = Tile::kGathers ? 0 : params_.parts_a * params_.box_rows_a * 128;
-        for (uint32_t i = 0; i < count; ++i) {
-          ptx::mbarrier_arrive_expect(full(i), Tile::kBytesB + bytes_a);
-          load_columns(work, shared_ + i * Tile::kStageBytes + Tile::kBytesA, full(i),
-                       (blocks_.first + i) * Tile::kTileK, policy);
-        }
+  // Fills the ring with weights of the first tile, and gives the number of stages.
+  __device__ __forceinline__ uint32_t load_weights_ahead(const GemmWork& work, int thread_idx,
+                                                         uint64_t policy) const {
+    const uint32_t count = blocks_.count < Tile::kStages ? blocks_.count : Tile::kStages;
+    if (thread_idx < 32 && ptx::elect_one()) {
+      const uint32_t bytes_a = Tile::kGathers ? 0 : params_.parts_a * params_.box_rows_a * 128;
+      for (uint32_t i = 0; i < count; ++i) {
+        ptx::mbarrier_arrive_expect(full(i), Tile::kBytesB + bytes_a);
+        load_columns(work, shared_ + i * Tile::kStageBytes + Tile::kBytesA, full(i),
+                     (blocks_.first + i) * Tile::kTileK, policy);
       }
     }
-    ptx::grid_dependency_wait();
     return count;
   }
 
@@ -180,7 +184,6 @@ class GemmProducer {
   using ScaleRing = GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1>;
 
   __device__ __forceinline__ void load_scales(int lane_idx) {
-    if (params_.gemm.starts_early) ptx::grid_dependency_wait();
     ScaleRing ring;
     GemmWork work;
     while (scheduler_.next(work)) {
@@ -200,13 +203,21 @@ class GemmProducer {
     ptx::mbarrier_wait_soon(barrier + 4 * 8, ring.phase ^ 1);
     const uint32_t target = shared_ + Tile::kOffsetScales + ring.stage * Tile::kScaleBytes;
     const uint32_t block = blocks_.first + first, left = blocks_.count - first;
+    if (Tile::kWaitsLate || params_.gemm.starts_early) ptx::grid_dependency_wait();
+    scales.copy(target, block, left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks);
     if (!Tile::kGathers && copies_box(params_.scale_copy) && ptx::elect_one()) {
       const bool along_k = params_.scale_copy == GemmScaleCopy::kBoxAlongK;
       ptx::mbarrier_expect(barrier, params_.box_rows_scale * Tile::kScaleBlocks * 4);
       ptx::tma_load(target, &params_.a_scale, barrier, along_k ? block : work.row,
                     along_k ? work.row : block, work.batch);
     }
-    scales.copy(target, block, left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks);
+    if (Tile::kWideScales && params_.scale_copy == GemmScaleCopy::kWhole && ptx::elect_one()) {
+      const GemmScaleMatrix& a = params_.gemm.a_scale;
+      const uint32_t bytes = params_.box_rows_scale * static_cast<uint32_t>(a.stride_row) * 4;
+      ptx::mbarrier_expect(barrier, bytes);
+      ptx::bulk_load(target, a.data + work.batch * a.stride_batch + work.row * a.stride_row, bytes,
+                     barrier);
+    }
     ptx::mbarrier_arrive_copies(barrier);
     ring.advance();
   }

@@ -61,6 +61,8 @@ struct GemmTile : Config {
   static constexpr GemmActivation kActivation = Config::kActivation;
   static constexpr bool kGated = is_gated(kActivation);
   static constexpr bool kGrouped = Config::kGroups != GemmGroups::batch;
+  // Tiles are found before the wait for the preceding kernel where nothing in memory tells them.
+  static constexpr bool kWaitsLate = !kGrouped && !kGathers;
 
   // CTAs of a cluster share an operand by multicast, split k among them, or both.
   static constexpr int kMulticast = kClusterRows * kClusterColumns;
@@ -115,12 +117,18 @@ struct GemmTile : Config {
   // A block of k has one scale for each row, and this many for the columns.
   static constexpr int kColumnScales =
       kScale == GemmScale::group ? kTileColumns : kBoxesB * ceil_div(kBoxRowsB, 128);
-  // Scales are copied for four blocks of k at a time, since less than 16 bytes is no box.
-  static constexpr int kScaleBlocks = 4;
-  static constexpr int kScaleStages = !kBlockScales ? 0 : kTileRows > 128 ? 2 : 4;
+  // Consumers of few sums multiply so many blocks of k without finding each one's place.
+  static constexpr int kFour = 4;
+  // Scales are copied for four blocks of k at a time, since less than 16 bytes is no box. 64 bytes
+  // of a row take the copy engine no longer, which small tiles keep busy (docs/tuning/gemm_few.md).
+  static constexpr bool kWideScales = kScale == GemmScale::block && !kGrouped && !kGathers &&
+                                      !kGated && sizeof(D) == 2 &&
+                                      kTileRows * kTileColumns <= 128 * 128;
+  static constexpr int kScaleBlocks = kWideScales ? 16 : 4;
+  static constexpr int kScaleStages = !kBlockScales ? 0 : kWideScales || kTileRows > 128 ? 2 : 4;
   static constexpr int kColumnScaleBytes = round_up(kColumnScales * 4, 16);
   static constexpr int kScaleBytes =
-      round_up(kScaleBlocks * (kTileRows * 4 + kColumnScaleBytes), 128);
+      round_up(kScaleBlocks * (kTileRows * 4 + kColumnScaleBytes), 512);
 
   static constexpr int kMaxGroups = 1024;
   static constexpr bool kHasTable = Config::kGroups == GemmGroups::offsets ||
@@ -145,15 +153,15 @@ struct GemmTile : Config {
                                                                                 : 1;
   static constexpr int kFitting = fitting_stages(kStoreBuffers);
   // Consumers of few sums take the stages of four blocks whose scales come together.
-  static constexpr int kStages = kBlockScales && kFitting >= 2 * kScaleBlocks
-                                     ? kFitting / kScaleBlocks * kScaleBlocks
-                                     : kFitting;
+  static constexpr int kStages =
+      kBlockScales && kFitting >= 2 * kFour ? kFitting / kFour * kFour : kFitting;
   static_assert(kStages >= 2, "two stages do not fit");
 
   static constexpr int kOffsetStore = kStages * kStageBytes;
   static constexpr int kOffsetPartial = kOffsetStore + kStoreBuffers * kConsumers * kStoreBytes;
   static constexpr int kOffsetMaxima = kOffsetPartial + kPartialBytes;
   static constexpr int kOffsetScales = kOffsetMaxima + kMaximaBytes;
+  static_assert(!kWideScales || kOffsetScales % 512 == 0, "the copy engine swizzles 512 bytes");
   static constexpr int kOffsetTable = kOffsetScales + kScaleStages * kScaleBytes;
   static constexpr int kOffsetControl = kOffsetTable + kTableBytes;
 };
