@@ -47,6 +47,7 @@ class GemmConsumer {
     GemmWork work;
     while (scheduler_.next(work)) {
       Sums sums;
+      is_odd_ = work.column % 128 != 0;
       if (Tile::kPromotes || blocks_.count == 0) clear(sums);
       if constexpr (Tile::kPromotes) {
         multiply_promoting(sums);
@@ -142,7 +143,7 @@ class GemmConsumer {
 
   // Scales of a thread's two left rows, and the scale of all right rows where they share one.
   struct StageScales {
-    float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
+    float low = 1.f, high = 1.f, both = 1.f, second = 1.f, low2 = 1.f, high2 = 1.f;
     uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
   };
 
@@ -156,7 +157,7 @@ class GemmConsumer {
   // Block after block: products of one are promoted while those of the next are made, where there
   // are registers for both, else while the other warpgroup multiplies.
   __device__ __forceinline__ void multiply_promoting(Sums& sums) {
-    constexpr bool kOverlaps = Tile::kParts == 1 && (kReps == 1 || kReps * kTiles <= 8);
+    constexpr bool kOverlaps = Tile::kParts == 1 && kTiles <= 16 && (kReps == 1 || kReps * kTiles <= 8);
     const uint32_t count = blocks_.count;
     if constexpr (!kOverlaps) {
       // Other warpgroups alone keep the tensor cores busy between the end of a block's products and
@@ -411,6 +412,9 @@ class GemmConsumer {
         if constexpr (Tile::kScale == GemmScale::block && kHalvesDiffer) {
           scales.both = load_float(columns);
           scales.second = load_float(columns + 4);
+        } else if constexpr (kThirds) {
+          scales.both = load_float(columns);
+          scales.second = load_float(columns + 4);
         } else if constexpr (Tile::kScale == GemmScale::block) {
           static_assert(128 % kPartRows == 0, "columns of a part share their scale");
           scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
@@ -433,6 +437,10 @@ class GemmConsumer {
   static constexpr bool kHalvesDiffer =
       !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
 
+  // Columns of a tile whose scales change at its first or its second third, as it begins.
+  static constexpr bool kThirds =
+      !Tile::kSwap && Tile::kParts == 1 && kTiles > 16 && Tile::kScale == GemmScale::block;
+
   // Keeps the compiler from moving the scale across products.
   __device__ __forceinline__ static float pinned(float scale) {
     asm volatile("" : "+f"(scale));
@@ -441,6 +449,10 @@ class GemmConsumer {
 
   // Multiplies what all sums of a row share while products are made.
   __device__ __forceinline__ static void combine(StageScales& scales) {
+    if constexpr (kThirds) {
+      scales.low2 = pinned(scales.low * scales.second);
+      scales.high2 = pinned(scales.high * scales.second);
+    }
     if constexpr (Tile::kBlockScales && !kHalvesDiffer) {
       scales.low = pinned(scales.low * scales.both);
       scales.high = pinned(scales.high * scales.both);
@@ -449,14 +461,22 @@ class GemmConsumer {
   }
 
   template <int kCount>
-  __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
+  __device__ __forceinline__ void promote(float (&sums)[kTiles][4], int first,
                                                  const float (&products)[kCount][4],
-                                                 const StageScales& scales) {
+                                                 const StageScales& scales) const {
     float low = pinned(scales.low) * scales.both;
     float high = pinned(scales.high) * scales.both;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       float (&sum)[4] = sums[first + j];
+      if (kThirds && j == kTiles / 3) {
+        low = is_odd_ ? scales.low2 : low;
+        high = is_odd_ ? scales.high2 : high;
+      }
+      if (kThirds && j == 2 * kTiles / 3) {
+        low = scales.low2;
+        high = scales.high2;
+      }
       if (kHalvesDiffer && j == kCount / 2) {
         low = scales.low * scales.second;
         high = scales.high * scales.second;
@@ -493,6 +513,7 @@ class GemmConsumer {
   uint32_t scales_ = 0, column_scales_ = 0;
   uint32_t awaited_scales_ = 0, awaited_phase_ = 0;  // barrier of the scales that find_next() found
   bool along_k_ = false;
+  bool is_odd_ = false;
   uint32_t released_scales_ = 0;
 };
 

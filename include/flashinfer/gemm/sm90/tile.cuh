@@ -42,6 +42,7 @@ struct GemmTile : Config {
   static constexpr int kThreads = kConsumerThreads + 128;
   // Threads that copy scales and rows hold more addresses than one that asks the copy engine.
   static constexpr int kProducerRegisters =
+      kTiles > 24 && kTiles < 32 ? 24 + 16 * (kTiles <= 26) :
       Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
       : Config::kGathers                                                       ? 56
                                                                                : 40;
@@ -53,7 +54,7 @@ struct GemmTile : Config {
   // are added up in float32.
   static constexpr bool kPromotes = kElement == 1;
   // Products that wait for promotion take registers besides the sums.
-  static constexpr int kParts = kTiles > 16 ? 2 : 1;
+  static constexpr int kParts = kTiles > 28 ? 2 : 1;
   static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
   static_assert(!kBlockScales || kPromotes);
   // Rows of A come through an index map: threads copy them, where else the copy engine does.
