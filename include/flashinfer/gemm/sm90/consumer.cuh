@@ -47,10 +47,15 @@ class GemmConsumer {
     GemmWork work;
     while (scheduler_.next(work)) {
       Sums sums;
-      is_odd_ = work.column % 128 != 0;
       if (Tile::kPromotes || blocks_.count == 0) clear(sums);
       if constexpr (Tile::kPromotes) {
-        multiply_promoting(sums);
+        if (Tile::kThirds && work.thirds == 1) {
+          multiply_promoting<kTiles / 3>(sums);
+        } else if (Tile::kThirds && work.thirds == 2) {
+          multiply_promoting<kTiles / 3 * 2>(sums);
+        } else {
+          multiply_promoting<kTiles / Tile::kParts>(sums);
+        }
       } else {
         multiply(sums);
       }
@@ -143,7 +148,8 @@ class GemmConsumer {
 
   // Scales of a thread's two left rows, and the scale of all right rows where they share one.
   struct StageScales {
-    float low = 1.f, high = 1.f, both = 1.f, second = 1.f, low2 = 1.f, high2 = 1.f;
+    float low = 1.f, high = 1.f, both = 1.f, second = 1.f, third = 1.f;
+    float of_thirds[4];                  // of both rows in the second and the last third
     uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
   };
 
@@ -156,13 +162,14 @@ class GemmConsumer {
 
   // Block after block: products of one are promoted while those of the next are made, where there
   // are registers for both, else while the other warpgroup multiplies.
+  template <int kCount>
   __device__ __forceinline__ void multiply_promoting(Sums& sums) {
-    constexpr bool kOverlaps = Tile::kParts == 1 && kTiles <= 16 && (kReps == 1 || kReps * kTiles <= 8);
+    constexpr bool kOverlaps = Tile::kParts == 1 && !Tile::kThirds && (kReps == 1 || kReps * kTiles <= 8);
     const uint32_t count = blocks_.count;
     if constexpr (!kOverlaps) {
       // Other warpgroups alone keep the tensor cores busy between the end of a block's products and
       // the start of the next ones. All but the sums is done while products are made.
-      float products[kTiles / Tile::kParts][4];
+      float products[kCount][4];
       Operands operands = this->operands(ring_.stage);
       if (count > 0) {
         await_stage();
@@ -188,7 +195,7 @@ class GemmConsumer {
           ptx::wgmma_wait<0>();
           ptx::wgmma_done(products);
           if (is_last) release(stage);
-          promote(sums[rep], part * (kTiles / Tile::kParts), products, scales);
+          promote(sums[rep], part * kCount, products, scales);
         }
         if (kReadsRightScales) release_scales(i);
         if (!is_ready && i + 1 < count) await_next(i + 1);
@@ -409,12 +416,10 @@ class GemmConsumer {
       } else {
         scales.low = load_float(rows + low * row_step);
         scales.high = load_float(rows + (low + 8) * row_step);
-        if constexpr (Tile::kScale == GemmScale::block && kHalvesDiffer) {
+        if constexpr (Tile::kScale == GemmScale::block && (kHalvesDiffer || Tile::kThirds)) {
           scales.both = load_float(columns);
           scales.second = load_float(columns + 4);
-        } else if constexpr (kThirds) {
-          scales.both = load_float(columns);
-          scales.second = load_float(columns + 4);
+          if constexpr (Tile::kThirds) scales.third = load_float(columns + 8);
         } else if constexpr (Tile::kScale == GemmScale::block) {
           static_assert(128 % kPartRows == 0, "columns of a part share their scale");
           scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
@@ -437,10 +442,6 @@ class GemmConsumer {
   static constexpr bool kHalvesDiffer =
       !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
 
-  // Columns of a tile whose scales change at its first or its second third, as it begins.
-  static constexpr bool kThirds =
-      !Tile::kSwap && Tile::kParts == 1 && kTiles > 16 && Tile::kScale == GemmScale::block;
-
   // Keeps the compiler from moving the scale across products.
   __device__ __forceinline__ static float pinned(float scale) {
     asm volatile("" : "+f"(scale));
@@ -449,9 +450,11 @@ class GemmConsumer {
 
   // Multiplies what all sums of a row share while products are made.
   __device__ __forceinline__ static void combine(StageScales& scales) {
-    if constexpr (kThirds) {
-      scales.low2 = pinned(scales.low * scales.second);
-      scales.high2 = pinned(scales.high * scales.second);
+    if constexpr (Tile::kThirds) {
+      scales.of_thirds[0] = pinned(scales.low * scales.second);
+      scales.of_thirds[1] = pinned(scales.high * scales.second);
+      scales.of_thirds[2] = pinned(scales.low * scales.third);
+      scales.of_thirds[3] = pinned(scales.high * scales.third);
     }
     if constexpr (Tile::kBlockScales && !kHalvesDiffer) {
       scales.low = pinned(scales.low * scales.both);
@@ -461,21 +464,17 @@ class GemmConsumer {
   }
 
   template <int kCount>
-  __device__ __forceinline__ void promote(float (&sums)[kTiles][4], int first,
+  __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
                                                  const float (&products)[kCount][4],
-                                                 const StageScales& scales) const {
+                                                 const StageScales& scales) {
     float low = pinned(scales.low) * scales.both;
     float high = pinned(scales.high) * scales.both;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       float (&sum)[4] = sums[first + j];
-      if (kThirds && j == kTiles / 3) {
-        low = is_odd_ ? scales.low2 : low;
-        high = is_odd_ ? scales.high2 : high;
-      }
-      if (kThirds && j == 2 * kTiles / 3) {
-        low = scales.low2;
-        high = scales.high2;
+      if (Tile::kThirds && j > 0 && j % (kTiles / 3) == 0) {
+        low = scales.of_thirds[j / (kTiles / 3) * 2 - 2];
+        high = scales.of_thirds[j / (kTiles / 3) * 2 - 1];
       }
       if (kHalvesDiffer && j == kCount / 2) {
         low = scales.low * scales.second;
@@ -513,7 +512,6 @@ class GemmConsumer {
   uint32_t scales_ = 0, column_scales_ = 0;
   uint32_t awaited_scales_ = 0, awaited_phase_ = 0;  // barrier of the scales that find_next() found
   bool along_k_ = false;
-  bool is_odd_ = false;
   uint32_t released_scales_ = 0;
 };
 

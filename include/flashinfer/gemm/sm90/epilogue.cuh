@@ -248,6 +248,7 @@ class GemmEpilogue {
     if (whole && thread_idx_ != 0) return;
 #pragma unroll 1
     for (int box = 0; box < Tile::kStoreBoxes; ++box) {
+      if (Tile::kThirds && box >= static_cast<int>(work.thirds)) break;
       buffer_ = buffers_ + box * Tile::kStoreBytes;
       const uint32_t row = work.row + (warpgroup_idx_ * kReps + box / kRepBoxes) * 64;
       const uint32_t column = work.column + box % kRepBoxes * Tile::kStoreRights;

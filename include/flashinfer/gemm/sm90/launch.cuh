@@ -128,13 +128,19 @@ inline uint32_t make_schedule(GemmSchedule& schedule, const GemmParams& p, uint3
   constexpr uint32_t kUnitColumns = Tile::kOutColumns * Tile::kClusterColumns;
   schedule.num_columns = ceil_div(Tile::kGated ? p.n / 2 : p.n, kUnitColumns);
   schedule.num_rows = ceil_div(p.m, kUnitRows);
+  schedule.rest_thirds = 0;
+  if (Tile::kThirds && p.n % kUnitColumns != 0) {
+    --schedule.num_columns;
+    schedule.rest_thirds = ceil_div(p.n % kUnitColumns, 64u * Tile::kClusterColumns);
+  }
   const uint32_t batches = Tile::kGroups == GemmGroups::batch ? p.num_groups : 1;
   schedule.num_tiles = schedule.num_columns * schedule.num_rows * batches;
+  if (schedule.rest_thirds != 0) schedule.num_tiles += schedule.num_rows * batches;
   // Rows and columns of the tiles at work together take about as many bytes.
   uint32_t band = 1;
   while ((band + 1) * (band + 1) * kUnitRows <= clusters * kUnitColumns) ++band;
   schedule.band = band;
-  if (Tile::kHasTable) return clusters;
+  if (Tile::kHasTable || schedule.rest_thirds != 0) return clusters;
   // The number of clusters with which all of them work equally long.
   const uint32_t rounds = ceil_div(schedule.num_tiles, clusters);
   return ceil_div(schedule.num_tiles, rounds);

@@ -104,7 +104,7 @@ class GemmProducer {
         const uint32_t a = shared_ + ring.stage * Tile::kStageBytes;
         if (thread_idx < 32 && ptx::elect_one()) {
           if (ahead == 0) {
-            ptx::mbarrier_arrive_expect(barrier, Tile::kBytesB + (kGathers ? 0 : bytes_a));
+            ptx::mbarrier_arrive_expect(barrier, bytes_b(work) + (kGathers ? 0 : bytes_a));
           }
           if (!kGathers && place_.column < params_.parts_a) {
             copy_box<Tile::kSharedA, Tile::kTileRows>(params_.a, a, barrier, x, row, work.batch,
@@ -141,7 +141,7 @@ class GemmProducer {
       if (thread_idx < 32 && ptx::elect_one()) {
         const uint32_t bytes_a = Tile::kGathers ? 0 : params_.parts_a * params_.box_rows_a * 128;
         for (uint32_t i = 0; i < count; ++i) {
-          ptx::mbarrier_arrive_expect(full(i), Tile::kBytesB + bytes_a);
+          ptx::mbarrier_arrive_expect(full(i), bytes_b(work) + bytes_a);
           load_columns(work, shared_ + i * Tile::kStageBytes + Tile::kBytesA, full(i),
                        (blocks_.first + i) * Tile::kTileK, policy);
         }
@@ -151,10 +151,15 @@ class GemmProducer {
     return count;
   }
 
+  __device__ __forceinline__ static uint32_t bytes_b(const GemmWork& work) {
+    return Tile::kThirds ? work.thirds * Tile::kBoxRowsB * 128 : Tile::kBytesB;
+  }
+
   __device__ __forceinline__ void load_columns(const GemmWork& work, uint32_t target,
                                                uint32_t barrier, int x, uint64_t policy) const {
 #pragma unroll
     for (int box = 0; box < Tile::kBoxesB; ++box) {
+      if (Tile::kThirds && box >= static_cast<int>(work.thirds)) break;
       uint32_t row = work.row_of_b<Tile>(box * Tile::kBoxRowsB, params_.gemm.n);
       if (Tile::kSharedB > 1) row += place_.row * (Tile::kBoxRowsB / Tile::kSharedB);
       copy_box<Tile::kSharedB, Tile::kBoxRowsB>(params_.b, target + box * Tile::kBoxRowsB * 128,

@@ -19,6 +19,7 @@ struct GemmSchedule {
   uint32_t num_rows;     // tiles along a column of D, in clusters; not by offsets or masked
   uint32_t num_tiles;    // of all batches; not by offsets or masked
   uint32_t band;         // rows of tiles that are at work together
+  uint32_t rest_thirds;  // of the tiles in one more column, which come last; 0: there is none
 };
 
 // Totals before a group: rows of tiles, in clusters, and rows of A.
@@ -32,6 +33,7 @@ struct GemmWork {
   uint32_t row_begin, row_end;
   uint32_t batch;  // of A and D
   uint32_t group;  // of B
+  uint32_t thirds;  // that the tile has, of 64 columns
 
   // The row of B (of `n`) that is row `local` of the tile.
   template <typename Tile>
@@ -132,6 +134,16 @@ class GemmScheduler {
 
   // Position of the cluster's tile `i` among `num_rows` rows of tiles.
   __device__ __forceinline__ void place(uint32_t i, uint32_t num_rows, GemmWork& work) const {
+    work.thirds = 3;
+    work.row_begin = 0;
+    if (Tile::kThirds && i >= num_rows * schedule_.num_columns) {
+      work.thirds = schedule_.rest_thirds;
+      work.row = (i - num_rows * schedule_.num_columns) * kUnitRows;
+      work.column = schedule_.num_columns * kUnitColumns;
+      if (Tile::kClusterRows > 1) work.row += place_.row * Tile::kTileRows;
+      if (Tile::kClusterColumns > 1) work.column += place_.column * work.thirds * 64;
+      return;
+    }
     const uint32_t per_band = schedule_.band * schedule_.num_columns;
     const uint32_t band = i / per_band;
     const uint32_t first = band * schedule_.band;
@@ -139,7 +151,6 @@ class GemmScheduler {
     const uint32_t within = i - band * per_band;
     const uint32_t column = within / width;
     work.row = (first + within - column * width) * kUnitRows;
-    work.row_begin = 0;
     work.column = column * kUnitColumns;
     if (Tile::kClusterRows > 1) work.row += place_.row * Tile::kTileRows;
     if (Tile::kClusterColumns > 1) work.column += place_.column * Tile::kOutColumns;
@@ -174,7 +185,8 @@ class GemmScheduler {
       move_inside(work);
       return work.group < params_.num_weights;
     } else {
-      const uint32_t per_batch = schedule_.num_rows * schedule_.num_columns;
+      uint32_t per_batch = schedule_.num_rows * schedule_.num_columns;
+      if (Tile::kThirds && schedule_.rest_thirds != 0) per_batch += schedule_.num_rows;
       const uint32_t batch = index / per_batch;
       place(index - batch * per_batch, schedule_.num_rows, work);
       work.row_end = params_.m;

@@ -42,7 +42,6 @@ struct GemmTile : Config {
   static constexpr int kThreads = kConsumerThreads + 128;
   // Threads that copy scales and rows hold more addresses than one that asks the copy engine.
   static constexpr int kProducerRegisters =
-      kTiles > 24 && kTiles < 32 ? 24 + 16 * (kTiles <= 26) :
       Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
       : Config::kGathers                                                       ? 56
                                                                                : 40;
@@ -54,8 +53,11 @@ struct GemmTile : Config {
   // are added up in float32.
   static constexpr bool kPromotes = kElement == 1;
   // Products that wait for promotion take registers besides the sums.
-  static constexpr int kParts = kTiles > 28 ? 2 : 1;
   static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
+  // A tile of 192 columns in one product. The last columns of a matrix may have one of one or two
+  // thirds, which takes as much less time.
+  static constexpr bool kThirds = kScale == GemmScale::block && kTileColumns == 192 && !kSwap;
+  static constexpr int kParts = kTiles > 16 && !kThirds ? 2 : 1;
   static_assert(!kBlockScales || kPromotes);
   // Rows of A come through an index map: threads copy them, where else the copy engine does.
   static constexpr bool kGathers = Config::kGathers;
@@ -72,7 +74,10 @@ struct GemmTile : Config {
 
   // B's rows of a tile come in boxes; where the activation is gated, gate and up rows take turns,
   // so that a thread has both sums.
-  static constexpr int kBoxRowsB = !kGated ? kTileColumns : kSwap ? 64 : kTileColumns / 2;
+  static constexpr int kBoxRowsB = kThirds           ? 64
+                                   : !kGated         ? kTileColumns
+                                   : kSwap           ? 64
+                                                     : kTileColumns / 2;
   static constexpr int kBoxesB = kTileColumns / kBoxRowsB;
   static_assert(!kGated || !kSwap || kReps == 2, "a warpgroup has 64 gate rows and their up rows");
   static constexpr int kOutColumns = kGated ? kTileColumns / 2 : kTileColumns;
