@@ -149,10 +149,13 @@ class GemmEpilogue {
         factor[i] = all * finish_.row_factor(work, work.row + left + 8 * i);
       }
     }
+    // Most products have no factor, and their multiplication would take as long as the rounding.
+    if (Tile::kScale == GemmScale::token_channel || all != 1.f) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[j][i] *= factor[i / 2];
+        for (int i = 0; i < 4; ++i) sums[j][i] *= factor[i / 2];
+      }
     }
     if constexpr (Tile::kScale == GemmScale::token_channel) {
 #pragma unroll
