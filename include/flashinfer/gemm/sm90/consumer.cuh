@@ -109,13 +109,6 @@ class GemmConsumer {
     return {ptx::wgmma_advance(left_, offset), ptx::wgmma_advance(right_, offset)};
   }
 
-  // The operands in the stage after `operands`, where that is `stage`.
-  __device__ __forceinline__ Operands advance(const Operands& operands, uint32_t stage) const {
-    if (stage == 0) return {left_, right_};
-    return {ptx::wgmma_advance(operands.left, Tile::kStageBytes),
-            ptx::wgmma_advance(operands.right, Tile::kStageBytes)};
-  }
-
   __device__ __forceinline__ void await_stage() const {
     ptx::mbarrier_wait_soon(full(ring_.stage), ring_.phase);
     // Threads have written the gathered rows, and the tensor cores read them next.
@@ -164,43 +157,25 @@ class GemmConsumer {
   // are registers for both, else while the other warpgroup multiplies.
   template <int kCount>
   __device__ __forceinline__ void multiply_promoting(Sums& sums) {
-    constexpr bool kOverlaps = Tile::kParts == 1 && !Tile::kThirds && (kReps == 1 || kReps * kTiles <= 8);
+    constexpr bool kOverlaps =
+        Tile::kParts == 1 && !Tile::kThirds && (kReps == 1 || kReps * kTiles <= 8);
     const uint32_t count = blocks_.count;
     if constexpr (!kOverlaps) {
       // Other warpgroups alone keep the tensor cores busy between the end of a block's products and
-      // the start of the next ones. All but the sums is done while products are made.
+      // the start of the next ones, so little but the sums may stand there: the place of scales is
+      // found once in four blocks.
       float products[kCount][4];
-      Operands operands = this->operands(ring_.stage);
-      if (count > 0) {
-        await_stage();
-        await_scales(0);
-      }
-      for (uint32_t i = 0; i < count; ++i) {
-        const uint32_t stage = ring_.stage;
-        Operands next = operands;
-        bool is_ready = false;
+      uint32_t left = count;
+      if (left > 0) await_scales(0);
+      for (; left >= Tile::kScaleBlocks; left -= Tile::kScaleBlocks) {
 #pragma unroll
-        for (int at = 0; at < kReps * Tile::kParts; ++at) {
-          const int rep = at / Tile::kParts, part = at % Tile::kParts;
-          const bool is_last = at == kReps * Tile::kParts - 1;
-          start(products, operands, rep, part);
-          StageScales scales = load_scales(rep, part);
-          combine(scales);
-          if (is_last) {
-            if (!kReadsRightScales) release_scales(i);
-            ring_.advance();
-            next = advance(operands, ring_.stage);
-            is_ready = find_next(i + 1);
-          }
-          ptx::wgmma_wait<0>();
-          ptx::wgmma_done(products);
-          if (is_last) release(stage);
-          promote(sums[rep], part * kCount, products, scales);
-        }
-        if (kReadsRightScales) release_scales(i);
-        if (!is_ready && i + 1 < count) await_next(i + 1);
-        operands = next;
+        for (int at = 0; at < Tile::kScaleBlocks; ++at) multiply_block<kCount>(sums, products, at);
+        release_scales(Tile::kScaleBlocks - 1);
+        if (left > Tile::kScaleBlocks) await_scales(0);
       }
+#pragma unroll 1
+      for (uint32_t at = 0; at < left; ++at) multiply_block<kCount>(sums, products, at);
+      if (left > 0) release_scales(Tile::kScaleBlocks - 1);
     } else if (count > 0) {
       Pending pending[2];
       begin(pending[0], 0);
@@ -226,6 +201,30 @@ class GemmConsumer {
         ptx::wgmma_wait<0>();
         end(sums, pending[0], i);
       }
+    }
+  }
+
+  // Block `at` of the four whose scales have come together.
+  template <int kCount>
+  __device__ __forceinline__ void multiply_block(Sums& sums, float (&products)[kCount][4],
+                                                 uint32_t at) {
+    const uint32_t stage = ring_.stage;
+    const uint32_t rows = scales_ + at * (along_k_ ? 4 : Tile::kTileRows * 4);
+    const uint32_t columns = column_scales_ + at * Tile::kColumnScaleBytes;
+    const Operands operands = this->operands(stage);
+    await_stage();
+#pragma unroll
+    for (int i = 0; i < kReps * Tile::kParts; ++i) {
+      const int rep = i / Tile::kParts, part = i % Tile::kParts;
+      const bool is_last = i == kReps * Tile::kParts - 1;
+      start(products, operands, rep, part);
+      StageScales scales = load_scales(rep, part, rows, columns, along_k_ ? 16 : 4);
+      combine(scales);
+      if (is_last) ring_.advance();
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_done(products);
+      if (is_last) release(stage);
+      promote(sums[rep], part * kCount, products, scales);
     }
   }
 
@@ -344,35 +343,6 @@ class GemmConsumer {
       scales_ += along_k_ ? 4 : Tile::kTileRows * 4;
       column_scales_ += Tile::kColumnScaleBytes;
     }
-  }
-
-  // Finds the scales of block `i`, which may not exist. Tells whether it has been loaded; if not,
-  // await_next() waits for it. There is no branch, since products are being made.
-  __device__ __forceinline__ bool find_next(uint32_t i) {
-    bool is_loaded = ptx::mbarrier_test(full(ring_.stage), ring_.phase);
-    if constexpr (Tile::kGathers) ptx::async_proxy_fence();  // as in await_stage()
-    if constexpr (Tile::kBlockScales) {
-      const bool is_first = i % Tile::kScaleBlocks == 0 && i != blocks_.count;
-      awaited_scales_ = scale_barrier(scale_ring_.stage);
-      awaited_phase_ = scale_ring_.phase;
-      is_loaded &= ptx::mbarrier_test(awaited_scales_, awaited_phase_) || !is_first;
-      const uint32_t first = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
-      const uint32_t step = along_k_ ? 4 : Tile::kTileRows * 4;
-      scales_ = is_first ? first : scales_ + step;
-      column_scales_ = is_first ? first + Tile::kScaleBlocks * Tile::kTileRows * 4
-                                : column_scales_ + Tile::kColumnScaleBytes;
-      GemmRing<Tile::kScaleStages> next = scale_ring_;
-      next.advance();
-      scale_ring_.stage = is_first ? next.stage : scale_ring_.stage;
-      scale_ring_.phase = is_first ? next.phase : scale_ring_.phase;
-    }
-    return is_loaded;
-  }
-
-  __device__ __forceinline__ void await_next(uint32_t i) const {
-    await_stage();
-    if constexpr (!Tile::kBlockScales) return;
-    if (i % Tile::kScaleBlocks == 0) ptx::mbarrier_wait_soon(awaited_scales_, awaited_phase_);
   }
 
   __device__ __forceinline__ void release_scales(uint32_t i) {
@@ -510,7 +480,6 @@ class GemmConsumer {
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
   // Scales of the latest block; a row's four blocks are neighbours, or a block's rows.
   uint32_t scales_ = 0, column_scales_ = 0;
-  uint32_t awaited_scales_ = 0, awaited_phase_ = 0;  // barrier of the scales that find_next() found
   bool along_k_ = false;
   uint32_t released_scales_ = 0;
 };
