@@ -45,6 +45,7 @@ class GemmConsumer {
     GemmEpilogue<Tile> epilogue(params_, shared_);
     GemmSplit<Tile> split(shared_);
     GemmWork work;
+    if constexpr (Tile::kPromotes && !kOverlaps) find_scales();
     while (scheduler_.next(work)) {
       Sums sums;
       if (Tile::kPromotes || blocks_.count == 0) clear(sums);
@@ -153,12 +154,14 @@ class GemmConsumer {
     uint32_t stage;
   };
 
+  // Whether there are registers for the products of two blocks.
+  static constexpr bool kOverlaps =
+      Tile::kParts == 1 && !Tile::kThirds && (kReps == 1 || kReps * kTiles <= 8);
+
   // Block after block: products of one are promoted while those of the next are made, where there
   // are registers for both, else while the other warpgroup multiplies.
   template <int kCount>
   __device__ __forceinline__ void multiply_promoting(Sums& sums) {
-    constexpr bool kOverlaps =
-        Tile::kParts == 1 && !Tile::kThirds && (kReps == 1 || kReps * kTiles <= 8);
     const uint32_t count = blocks_.count;
     if constexpr (!kOverlaps) {
       // Other warpgroups alone keep the tensor cores busy between the end of a block's products and
@@ -166,16 +169,27 @@ class GemmConsumer {
       // found once in four blocks.
       float products[kCount][4];
       uint32_t left = count;
-      if (left > 0) await_scales(0);
+      if (left > 0) await_found();
       for (; left >= Tile::kScaleBlocks; left -= Tile::kScaleBlocks) {
+        multiply_block<kCount, false>(sums, products, 0);
 #pragma unroll
-        for (int at = 0; at < Tile::kScaleBlocks; ++at) multiply_block<kCount>(sums, products, at);
-        release_scales(Tile::kScaleBlocks - 1);
-        if (left > Tile::kScaleBlocks) await_scales(0);
+        for (int at = 1; at < Tile::kScaleBlocks - 1; ++at) {
+          await_stage();
+          multiply_block<kCount, false>(sums, products, at);
+        }
+        await_stage();
+        const bool is_found = multiply_block<kCount, true>(sums, products, Tile::kScaleBlocks - 1);
+        if (!is_found && left > Tile::kScaleBlocks) await_found();
       }
 #pragma unroll 1
-      for (uint32_t at = 0; at < left; ++at) multiply_block<kCount>(sums, products, at);
-      if (left > 0) release_scales(Tile::kScaleBlocks - 1);
+      for (uint32_t at = 0; at < left; ++at) {
+        await_stage();
+        multiply_block<kCount, false>(sums, products, at);
+      }
+      if (left > 0) {
+        release_scales(Tile::kScaleBlocks - 1);
+        find_scales();
+      }
     } else if (count > 0) {
       Pending pending[2];
       begin(pending[0], 0);
@@ -204,15 +218,16 @@ class GemmConsumer {
     }
   }
 
-  // Block `at` of the four whose scales have come together.
-  template <int kCount>
-  __device__ __forceinline__ void multiply_block(Sums& sums, float (&products)[kCount][4],
+  // Block `at` of the four whose scales have come together; it has been loaded. After the last one,
+  // finds the next scales and tells whether they and the next block have been loaded, too.
+  template <int kCount, bool kIsLast>
+  __device__ __forceinline__ bool multiply_block(Sums& sums, float (&products)[kCount][4],
                                                  uint32_t at) {
+    bool is_found = false;
     const uint32_t stage = ring_.stage;
+    const Operands operands = this->operands(stage);
     const uint32_t rows = scales_ + at * (along_k_ ? 4 : Tile::kTileRows * 4);
     const uint32_t columns = column_scales_ + at * Tile::kColumnScaleBytes;
-    const Operands operands = this->operands(stage);
-    await_stage();
 #pragma unroll
     for (int i = 0; i < kReps * Tile::kParts; ++i) {
       const int rep = i / Tile::kParts, part = i % Tile::kParts;
@@ -221,11 +236,19 @@ class GemmConsumer {
       StageScales scales = load_scales(rep, part, rows, columns, along_k_ ? 16 : 4);
       combine(scales);
       if (is_last) ring_.advance();
+      if (is_last && kIsLast) {
+        if (!kReadsRightScales) release_scales(at);
+        find_scales();
+        is_found = ptx::mbarrier_test(full(ring_.stage), ring_.phase);
+        if (Tile::kBlockScales) is_found &= ptx::mbarrier_test(found_scales_, found_phase_);
+      }
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(products);
       if (is_last) release(stage);
       promote(sums[rep], part * kCount, products, scales);
     }
+    if (kIsLast && kReadsRightScales) release_scales(at);
+    return is_found;
   }
 
   // Four blocks of k whose scales come together, in neighbouring stages.
@@ -335,14 +358,28 @@ class GemmConsumer {
   __device__ __forceinline__ void await_scales(uint32_t i) {
     if constexpr (!Tile::kBlockScales) return;
     if (i % Tile::kScaleBlocks == 0) {
-      ptx::mbarrier_wait_soon(scale_barrier(scale_ring_.stage), scale_ring_.phase);
-      scales_ = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
-      column_scales_ = scales_ + Tile::kScaleBlocks * Tile::kTileRows * 4;
-      scale_ring_.advance();
+      find_scales();
+      ptx::mbarrier_wait_soon(found_scales_, found_phase_);
     } else {
       scales_ += along_k_ ? 4 : Tile::kTileRows * 4;
       column_scales_ += Tile::kColumnScaleBytes;
     }
+  }
+
+  // The place of the next four blocks' scales, which may not have come yet.
+  __device__ __forceinline__ void find_scales() {
+    if constexpr (!Tile::kBlockScales) return;
+    found_scales_ = scale_barrier(scale_ring_.stage);
+    found_phase_ = scale_ring_.phase;
+    scales_ = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
+    column_scales_ = scales_ + Tile::kScaleBlocks * Tile::kTileRows * 4;
+    scale_ring_.advance();
+  }
+
+  // Waits for the scales that were found, and for the next block.
+  __device__ __forceinline__ void await_found() const {
+    if constexpr (Tile::kBlockScales) ptx::mbarrier_wait_soon(found_scales_, found_phase_);
+    await_stage();
   }
 
   __device__ __forceinline__ void release_scales(uint32_t i) {
@@ -480,6 +517,7 @@ class GemmConsumer {
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
   // Scales of the latest block; a row's four blocks are neighbours, or a block's rows.
   uint32_t scales_ = 0, column_scales_ = 0;
+  uint32_t found_scales_ = 0, found_phase_ = 0;  // their barrier
   bool along_k_ = false;
   uint32_t released_scales_ = 0;
 };
