@@ -38,11 +38,16 @@ struct GemmTile : Config {
   static constexpr int kTiles = kRightRows / 8;
   static_assert(kReps * 64 * kConsumers == kLeftRows && kTiles * 8 == kRightRows);
 
+  // A tile of 192 columns in one product. The last columns of a matrix may have one of one or two
+  // thirds, which takes as much less time.
+  static constexpr bool kThirds = kScale == GemmScale::block && kTileColumns == 192 && !kSwap;
+
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = kConsumerThreads + 128;
   // Threads that copy scales and rows hold more addresses than one that asks the copy engine.
   static constexpr int kProducerRegisters =
-      Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
+      kThirds                                                                  ? 56
+      : Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
       : Config::kGathers                                                       ? 56
                                                                                : 40;
   static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
@@ -54,9 +59,6 @@ struct GemmTile : Config {
   static constexpr bool kPromotes = kElement == 1;
   // Products that wait for promotion take registers besides the sums.
   static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
-  // A tile of 192 columns in one product. The last columns of a matrix may have one of one or two
-  // thirds, which takes as much less time.
-  static constexpr bool kThirds = kScale == GemmScale::block && kTileColumns == 192 && !kSwap;
   static constexpr int kParts = kTiles > 16 && !kThirds ? 2 : 1;
   static_assert(!kBlockScales || kPromotes);
   // Rows of A come through an index map: threads copy them, where else the copy engine does.
