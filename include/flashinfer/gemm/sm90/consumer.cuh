@@ -240,6 +240,7 @@ class GemmConsumer {
         if (!kReadsRightScales) release_scales(at);
         find_scales();
         is_found = ptx::mbarrier_test(full(ring_.stage), ring_.phase);
+        if constexpr (Tile::kGathers) ptx::async_proxy_fence();  // as in await_stage()
         if (Tile::kBlockScales) is_found &= ptx::mbarrier_test(found_scales_, found_phase_);
       }
       ptx::wgmma_wait<0>();
