@@ -126,21 +126,25 @@ template <typename Tile>
 inline uint32_t make_schedule(GemmSchedule& schedule, const GemmParams& p, uint32_t clusters) {
   constexpr uint32_t kUnitRows = Tile::kTileRows * Tile::kClusterRows;
   constexpr uint32_t kUnitColumns = Tile::kOutColumns * Tile::kClusterColumns;
-  schedule.num_columns = ceil_div(Tile::kGated ? p.n / 2 : p.n, kUnitColumns);
+  uint32_t num_columns = ceil_div(Tile::kGated ? p.n / 2 : p.n, kUnitColumns);
+  const bool has_rest = Tile::kThirds && p.n % kUnitColumns != 0;
   schedule.num_rows = ceil_div(p.m, kUnitRows);
-  schedule.rest_thirds = 0;
-  if (Tile::kThirds && p.n % kUnitColumns != 0) {
-    --schedule.num_columns;
-    schedule.rest_thirds = ceil_div(p.n % kUnitColumns, 64u * Tile::kClusterColumns);
-  }
   const uint32_t batches = Tile::kGroups == GemmGroups::batch ? p.num_groups : 1;
-  schedule.num_tiles = schedule.num_columns * schedule.num_rows * batches;
-  if (schedule.rest_thirds != 0) schedule.num_tiles += schedule.num_rows * batches;
+  const uint32_t per_batch = schedule.num_rows * num_columns;
+  schedule.num_tiles = per_batch * batches;
+  if (has_rest) --num_columns;
+  schedule.rest_thirds = ceil_div(p.n % kUnitColumns, 64u * Tile::kClusterColumns);
+  schedule.rest_column = num_columns * kUnitColumns;
+  schedule.rest_begin = num_columns * schedule.num_rows;
   // Rows and columns of the tiles at work together take about as many bytes.
   uint32_t band = 1;
   while ((band + 1) * (band + 1) * kUnitRows <= clusters * kUnitColumns) ++band;
-  schedule.band = band;
-  if (Tile::kHasTable || schedule.rest_thirds != 0) return clusters;
+  const auto divisor = [](uint32_t d) { return FastDivisor(d > 0 ? d : 1); };
+  schedule.num_columns = divisor(num_columns);
+  schedule.band = divisor(band);
+  schedule.per_band = divisor(band * num_columns);
+  schedule.per_batch = divisor(per_batch);
+  if (Tile::kHasTable || has_rest) return clusters;
   // The number of clusters with which all of them work equally long.
   const uint32_t rounds = ceil_div(schedule.num_tiles, clusters);
   return ceil_div(schedule.num_tiles, rounds);

@@ -8,18 +8,22 @@
 // Measurements, also of what lost: docs/tuning/gemm.md.
 #pragma once
 
+#include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/gemm/sm90/tile.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 
 namespace flashinfer {
 
-// Sizes that every scheduler gets from the launch.
+// Sizes that every scheduler gets from the launch. A division takes as long as a tenth of a block's
+// products, and nothing is multiplied meanwhile.
 struct GemmSchedule {
-  uint32_t num_columns;  // tiles along a row of D, in clusters
-  uint32_t num_rows;     // tiles along a column of D, in clusters; not by offsets or masked
-  uint32_t num_tiles;    // of all batches; not by offsets or masked
-  uint32_t band;         // rows of tiles that are at work together
-  uint32_t rest_thirds;  // of the tiles in one more column, which come last; 0: there is none
+  FastDivisor num_columns;  // tiles along a row of D, in clusters
+  uint32_t num_rows;        // tiles along a column of D, in clusters; not by offsets or masked
+  uint32_t num_tiles;       // of all batches; not by offsets or masked
+  FastDivisor band;         // rows of tiles that are at work together
+  FastDivisor per_band, per_batch;  // tiles
+  // One more column of tiles has so many thirds, begins there, and comes after so many tiles.
+  uint32_t rest_thirds, rest_column, rest_begin;
 };
 
 // Totals before a group: rows of tiles, in clusters, and rows of A.
@@ -60,8 +64,9 @@ class GemmScheduler {
       : params_(params), schedule_(schedule), table_(table) {
     index_ = blockIdx.x / Tile::kCluster;
     stride_ = gridDim.x / Tile::kCluster;
-    num_tiles_ =
-        kHasTable ? table[params.num_groups].tiles * schedule.num_columns : schedule.num_tiles;
+    num_tiles_ = kHasTable ? table[params.num_groups].tiles * schedule.num_columns.divisor
+                           : schedule.num_tiles;
+    find_group();
   }
 
   // The next tile; false if there is none.
@@ -69,6 +74,7 @@ class GemmScheduler {
     while (index_ < num_tiles_) {
       const bool exists = locate(index_, work);
       index_ += stride_;
+      find_group();
       if (exists) return true;
     }
     return false;
@@ -132,24 +138,31 @@ class GemmScheduler {
     return rows < 0 ? 0 : static_cast<uint32_t>(rows) < params.m ? rows : params.m;
   }
 
+  // Asks for the number of the next tile's group, which takes as long as a block's products.
+  __device__ __forceinline__ void find_group() {
+    if (kGroups != GemmGroups::indices || index_ >= num_tiles_) return;
+    GemmWork work;
+    place(index_, schedule_.num_rows, work);
+    group_ = number(params_, work.row);
+  }
+
   // Position of the cluster's tile `i` among `num_rows` rows of tiles.
   __device__ __forceinline__ void place(uint32_t i, uint32_t num_rows, GemmWork& work) const {
     work.thirds = 3;
     work.row_begin = 0;
-    if (Tile::kThirds && i >= num_rows * schedule_.num_columns) {
+    if (Tile::kThirds && i >= schedule_.rest_begin) {
       work.thirds = schedule_.rest_thirds;
-      work.row = (i - num_rows * schedule_.num_columns) * kUnitRows;
-      work.column = schedule_.num_columns * kUnitColumns;
+      work.row = (i - schedule_.rest_begin) * kUnitRows;
+      work.column = schedule_.rest_column;
       if (Tile::kClusterRows > 1) work.row += place_.row * Tile::kTileRows;
       if (Tile::kClusterColumns > 1) work.column += place_.column * work.thirds * 64;
       return;
     }
-    const uint32_t per_band = schedule_.band * schedule_.num_columns;
-    const uint32_t band = i / per_band;
-    const uint32_t first = band * schedule_.band;
-    const uint32_t width = num_rows - first < schedule_.band ? num_rows - first : schedule_.band;
-    const uint32_t within = i - band * per_band;
-    const uint32_t column = within / width;
+    const uint32_t most = schedule_.band.divisor, band = schedule_.per_band.divide(i);
+    const uint32_t first = band * most;
+    const uint32_t width = num_rows - first < most ? num_rows - first : most;
+    const uint32_t within = i - band * schedule_.per_band.divisor;
+    const uint32_t column = width == most ? schedule_.band.divide(within) : within / width;
     work.row = (first + within - column * width) * kUnitRows;
     work.column = column * kUnitColumns;
     if (Tile::kClusterRows > 1) work.row += place_.row * Tile::kTileRows;
@@ -158,7 +171,7 @@ class GemmScheduler {
 
   __device__ __forceinline__ bool locate(uint32_t index, GemmWork& work) const {
     if constexpr (kHasTable) {
-      const uint32_t row_tile = index / schedule_.num_columns;
+      const uint32_t row_tile = schedule_.num_columns.divide(index);
       uint32_t low = 0, high = params_.num_groups;  // low's tiles <= row_tile < high's
       while (high - low > 1) {
         const uint32_t middle = (low + high) / 2;
@@ -169,7 +182,7 @@ class GemmScheduler {
         }
       }
       const GemmTableEntry first = table_[low], last = table_[low + 1];
-      place(index - first.tiles * schedule_.num_columns, last.tiles - first.tiles, work);
+      place(index - first.tiles * schedule_.num_columns.divisor, last.tiles - first.tiles, work);
       work.row_end = last.rows - first.rows;
       work.batch = kGroups == GemmGroups::masked ? low : 0;
       if (kGroups != GemmGroups::masked) {
@@ -185,15 +198,13 @@ class GemmScheduler {
       move_inside(work);
       return work.group < params_.num_weights;
     } else {
-      uint32_t per_batch = schedule_.num_rows * schedule_.num_columns;
-      if (Tile::kThirds && schedule_.rest_thirds != 0) per_batch += schedule_.num_rows;
-      const uint32_t batch = index / per_batch;
-      place(index - batch * per_batch, schedule_.num_rows, work);
+      const uint32_t batch = schedule_.per_batch.divide(index);
+      place(index - batch * schedule_.per_batch.divisor, schedule_.num_rows, work);
       work.row_end = params_.m;
       work.batch = batch;
       work.group = batch;
       if constexpr (kGroups == GemmGroups::indices) {
-        const int32_t group = number(params_, work.row);
+        const int32_t group = group_;
         if (group < 0 || static_cast<uint32_t>(group) >= params_.num_weights) return false;
         work.group = group;
       }
@@ -219,6 +230,7 @@ class GemmScheduler {
   const GemmTableEntry* table_;
   const GemmPlace<Tile> place_;
   uint32_t index_, stride_, num_tiles_;
+  int32_t group_ = 0;  // of the next tile, by indices
 };
 
 }  // namespace flashinfer
