@@ -7,6 +7,7 @@
 
 #include <flashinfer/gemm/sm90/epilogue.cuh>
 #include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/gemm/sm90/promotion.cuh>
 #include <flashinfer/gemm/sm90/split.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 
@@ -16,6 +17,7 @@ template <typename Tile>
 class GemmConsumer {
   static constexpr int kReps = Tile::kReps, kTiles = Tile::kTiles;
   using Sums = float[kReps][kTiles][4];
+  using Scales = GemmScales<Tile>;
 
  public:
   __device__ __forceinline__ GemmConsumer(const GemmKernelParams& params, uint32_t shared,
@@ -25,19 +27,19 @@ class GemmConsumer {
         blocks_(params.gemm.k),
         shared_(shared) {
     // The compiler then knows that all lanes of a warp have the same descriptors.
-    warpgroup_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    thread_.warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (Tile::kBlockScales) {
       along_k_ = params.scale_copy == GemmScaleCopy::kAlongK ||
                  params.scale_copy == GemmScaleCopy::kBoxAlongK;
     }
-    warp_idx_ = threadIdx.x % 128 / 32;
-    lane_idx_ = threadIdx.x % 32;
+    thread_.warp_idx = threadIdx.x % 128 / 32;
+    thread_.lane_idx = threadIdx.x % 32;
     if constexpr (Tile::kMulticast > 1) {
       remote_empty_ = ptx::remote_address(full(0) + Tile::kStages * 8,
-                                          place_.loader(lane_idx_ % Tile::kReaders));
+                                          place_.loader(thread_.lane_idx % Tile::kReaders));
     }
     const uint32_t left = shared + (Tile::kSwap ? Tile::kBytesA : 0);
-    left_ = ptx::wgmma_operand(left + warpgroup_idx_ * kReps * 64 * 128);
+    left_ = ptx::wgmma_operand(left + thread_.warpgroup_idx * kReps * 64 * 128);
     right_ = ptx::wgmma_operand(shared + (Tile::kSwap ? 0 : Tile::kBytesA));
   }
 
@@ -74,9 +76,9 @@ class GemmConsumer {
   // Tells that this warp has read a stage of its own CTA and, where operands are shared, of others.
   __device__ __forceinline__ void release(uint32_t stage) const {
     if constexpr (Tile::kMulticast > 1) {
-      if (lane_idx_ < Tile::kReaders) ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
+      if (thread_.lane_idx < Tile::kReaders) ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
     } else {
-      if (lane_idx_ == 0) ptx::mbarrier_arrive(full(stage) + Tile::kStages * 8);
+      if (thread_.lane_idx == 0) ptx::mbarrier_arrive(full(stage) + Tile::kStages * 8);
     }
   }
 
@@ -140,17 +142,10 @@ class GemmConsumer {
     if (blocks_.count > 0) release(previous);
   }
 
-  // Scales of a thread's two left rows, and the scale of all right rows where they share one.
-  struct StageScales {
-    float low = 1.f, high = 1.f, both = 1.f, second = 1.f, third = 1.f;
-    float of_thirds[4];                  // of both rows in the second and the last third
-    uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
-  };
-
   // The products of a block and what they are promoted with.
   struct Pending {
     float products[kReps][kTiles][4];
-    StageScales scales[kReps];
+    Scales scales[kReps];
     uint32_t stage;
   };
 
@@ -238,11 +233,12 @@ class GemmConsumer {
       const int rep = i / Tile::kParts, part = i % Tile::kParts;
       const bool is_last = i == kReps * Tile::kParts - 1;
       start(products, operands, rep, part);
-      StageScales scales = load_scales(rep, part, rows, columns, along_k_ ? 16 : 4);
-      combine(scales);
+      Scales scales;
+      scales.load(thread_, rep, part, rows, columns, along_k_ ? 16 : 4);
+      scales.combine();
       if (is_last) ring_.advance();
       if (is_last && kIsLast) {
-        if (!kReadsRightScales) release_scales(at);
+        if (!Scales::kReadsRight) release_scales(at);
         find_scales();
         is_found = ptx::mbarrier_test(full(ring_.stage), ring_.phase);
         if constexpr (Tile::kGathers) ptx::async_proxy_fence();  // as in await_stage()
@@ -251,9 +247,9 @@ class GemmConsumer {
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(products);
       if (is_last) release(stage);
-      promote(sums[rep], part * kCount, products, scales);
+      scales.promote(sums[rep], part * kCount, products);
     }
-    if (kIsLast && kReadsRightScales) release_scales(at);
+    if (kIsLast && Scales::kReadsRight) release_scales(at);
     return is_found;
   }
 
@@ -310,8 +306,8 @@ class GemmConsumer {
                                ptx::wgmma_advance(four.operands.right, at * Tile::kStageBytes)};
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      pending.scales[rep] = load_scales(rep, 0, four.scales + at * 4,
-                                        four.columns + at * Tile::kColumnScaleBytes, 16);
+      pending.scales[rep].load(thread_, rep, 0, four.scales + at * 4,
+                               four.columns + at * Tile::kColumnScaleBytes, 16);
       start(pending.products[rep], operands, rep, 0);
     }
   }
@@ -322,7 +318,8 @@ class GemmConsumer {
     release(four.stage + at);
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      promote(sums[rep], 0, pending.products[rep], pending.scales[rep]);
+      pending.scales[rep].combine();
+      pending.scales[rep].promote(sums[rep], 0, pending.products[rep]);
     }
     if (at == Tile::kScaleBlocks - 1) release_scales(at);
   }
@@ -343,7 +340,7 @@ class GemmConsumer {
     pending.stage = ring_.stage;
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      pending.scales[rep] = load_scales(rep, 0);
+      pending.scales[rep].load(thread_, rep, 0, scales_, column_scales_, along_k_ ? 16 : 4);
       start(pending.products[rep], operands(ring_.stage), rep, 0);
     }
     ring_.advance();
@@ -355,7 +352,8 @@ class GemmConsumer {
     release(pending.stage);
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      promote(sums[rep], 0, pending.products[rep], pending.scales[rep]);
+      pending.scales[rep].combine();
+      pending.scales[rep].promote(sums[rep], 0, pending.products[rep]);
     }
     release_scales(i);
   }
@@ -392,122 +390,12 @@ class GemmConsumer {
     if constexpr (!Tile::kBlockScales) return;
     if (i % Tile::kScaleBlocks != Tile::kScaleBlocks - 1 && i + 1 != blocks_.count) return;
     __syncwarp();
-    if (lane_idx_ == 0) ptx::mbarrier_arrive(scale_barrier(4 + released_scales_));
+    if (thread_.lane_idx == 0) ptx::mbarrier_arrive(scale_barrier(4 + released_scales_));
     if (++released_scales_ == Tile::kScaleStages) released_scales_ = 0;
   }
 
   __device__ __forceinline__ uint32_t scale_barrier(uint32_t i) const {
     return full(2 * Tile::kStages + 2 + i);
-  }
-
-  static constexpr bool kReadsRightScales =
-      Tile::kBlockScales && (Tile::kSwap || Tile::kScale == GemmScale::group);
-
-  __device__ __forceinline__ static float load_float(uint32_t shared) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared));
-    return value;
-  }
-
-  __device__ __forceinline__ StageScales load_scales(int rep, int part) const {
-    return load_scales(rep, part, scales_, column_scales_, along_k_ ? 16 : 4);
-  }
-
-  // Scales of a block: of rows, `row_step` bytes apart, and of columns.
-  __device__ __forceinline__ StageScales load_scales(int rep, int part, uint32_t rows,
-                                                     uint32_t columns, uint32_t row_step) const {
-    StageScales scales;
-    if constexpr (Tile::kBlockScales) {
-      constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
-      const int first = (warpgroup_idx_ * kReps + rep) * 64;
-      const int low = first + warp_idx_ * 16 + lane_idx_ / 4;
-      if constexpr (Tile::kSwap && Tile::kScale == GemmScale::group) {
-        scales.low = load_float(columns + low * 4);
-        scales.high = load_float(columns + low * 4 + 32);
-      } else if constexpr (Tile::kSwap) {
-        scales.both = load_float(columns + column_scale(first) * 4);
-      } else {
-        scales.low = load_float(rows + low * row_step);
-        scales.high = load_float(rows + (low + 8) * row_step);
-        if constexpr (Tile::kScale == GemmScale::block && (kHalvesDiffer || Tile::kThirds)) {
-          scales.both = load_float(columns);
-          scales.second = load_float(columns + 4);
-          if constexpr (Tile::kThirds) scales.third = load_float(columns + 8);
-        } else if constexpr (Tile::kScale == GemmScale::block) {
-          static_assert(128 % kPartRows == 0, "columns of a part share their scale");
-          scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
-        }
-      }
-      const int right = part * kPartRows + lane_idx_ % 4 * 2;
-      scales.right_step = Tile::kSwap ? row_step : 4;
-      scales.right = (Tile::kSwap ? rows : columns) + right * scales.right_step;
-    }
-    return scales;
-  }
-
-  // Index of the scale that row `local` of the tile's rows of B has.
-  __device__ __forceinline__ static constexpr int column_scale(int local) {
-    constexpr int kPerBox = ceil_div(Tile::kBoxRowsB, 128);
-    return local / Tile::kBoxRowsB * kPerBox + local % Tile::kBoxRowsB / 128;
-  }
-
-  // Gate and up columns of one part have a scale each.
-  static constexpr bool kHalvesDiffer =
-      !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
-
-  // Keeps the compiler from moving the scale across products.
-  __device__ __forceinline__ static float pinned(float scale) {
-    asm volatile("" : "+f"(scale));
-    return scale;
-  }
-
-  // Multiplies what all sums of a row share while products are made.
-  __device__ __forceinline__ static void combine(StageScales& scales) {
-    if constexpr (Tile::kThirds) {
-      scales.of_thirds[0] = pinned(scales.low * scales.second);
-      scales.of_thirds[1] = pinned(scales.high * scales.second);
-      scales.of_thirds[2] = pinned(scales.low * scales.third);
-      scales.of_thirds[3] = pinned(scales.high * scales.third);
-    }
-    if constexpr (Tile::kBlockScales && !kHalvesDiffer) {
-      scales.low = pinned(scales.low * scales.both);
-      scales.high = pinned(scales.high * scales.both);
-      scales.both = 1.f;
-    }
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
-                                                 const float (&products)[kCount][4],
-                                                 const StageScales& scales) {
-    float low = pinned(scales.low) * scales.both;
-    float high = pinned(scales.high) * scales.both;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      float (&sum)[4] = sums[first + j];
-      if (Tile::kThirds && j > 0 && j % (kTiles / 3) == 0) {
-        low = scales.of_thirds[j / (kTiles / 3) * 2 - 2];
-        high = scales.of_thirds[j / (kTiles / 3) * 2 - 1];
-      }
-      if (kHalvesDiffer && j == kCount / 2) {
-        low = scales.low * scales.second;
-        high = scales.high * scales.second;
-      }
-      if constexpr (!Tile::kBlockScales) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += products[j][i];
-      } else {
-        float2 right = make_float2(1.f, 1.f);
-        if constexpr (kReadsRightScales) {
-          const uint32_t address = scales.right + j * 8 * scales.right_step;
-          right = make_float2(load_float(address), load_float(address + scales.right_step));
-        }
-        sum[0] += products[j][0] * (low * right.x);
-        sum[1] += products[j][1] * (low * right.y);
-        sum[2] += products[j][2] * (high * right.x);
-        sum[3] += products[j][3] * (high * right.y);
-      }
-    }
   }
 
   const GemmKernelParams& params_;
@@ -517,7 +405,7 @@ class GemmConsumer {
   const uint32_t shared_;
   uint32_t remote_empty_ = 0;  // barrier of the first stage in the CTA that this lane tells
   uint64_t left_, right_;
-  int warpgroup_idx_, warp_idx_, lane_idx_;
+  GemmThread thread_;
   GemmRing<Tile::kStages> ring_;
   uint32_t four_phase_ = 0;
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
