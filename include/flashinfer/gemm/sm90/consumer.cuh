@@ -165,11 +165,7 @@ class GemmConsumer {
       float products[kCount][4];
       uint32_t left = count;
       if (left > 0) await_found();
-#ifdef PROBE_UNROLL2
-#pragma unroll 2
-#else
 #pragma unroll 1
-#endif
       for (; left >= Tile::kScaleBlocks; left -= Tile::kScaleBlocks) {
         multiply_block<kCount, false>(sums, products, 0);
 #pragma unroll

@@ -140,6 +140,9 @@ class GemmScheduler {
 
   // Asks for the number of the next tile's group, which takes as long as a block's products.
   __device__ __forceinline__ void find_group() {
+#ifdef PROBE_NOFIND
+    return;
+#endif
     if (kGroups != GemmGroups::indices || index_ >= num_tiles_) return;
     GemmWork work;
     place(index_, schedule_.num_rows, work);
@@ -204,7 +207,11 @@ class GemmScheduler {
       work.batch = batch;
       work.group = batch;
       if constexpr (kGroups == GemmGroups::indices) {
+#ifdef PROBE_NOFIND
+        const int32_t group = number(params_, work.row);
+#else
         const int32_t group = group_;
+#endif
         if (group < 0 || static_cast<uint32_t>(group) >= params_.num_weights) return false;
         work.group = group;
       }

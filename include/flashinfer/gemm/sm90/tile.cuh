@@ -147,6 +147,7 @@ struct GemmTile : Config {
   static constexpr bool kStoresWhole = kStagesOutput && !kQuantizes && !kGated && !kSwap &&
                                        kSplits == 1 && kTileRows * kTileColumns > 128 * 128 &&
                                        fitting_stages(kStoreBoxes) == fitting_stages(1);
+  static_assert(kStoresWhole || !kThirds, "tiles of fewer thirds are stored as wholes alone");
   // With two buffers a warpgroup fills one while the other is stored, but a stage is worth more.
   static constexpr int kStoreBuffers = kStoresWhole                             ? kStoreBoxes
                                        : fitting_stages(2) == fitting_stages(1) ? 2
