@@ -30,8 +30,9 @@ _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longe
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
 _STORE = 0.6  # microseconds to store a tile
-_HIDDEN_STORE = 3.5  # that a tile takes less if the next one is multiplied while it is stored
-_STORING_ROWS = 1024  # of a group, from which on that shows: below, memory is the bound
+_HIDDEN_STORE = 3.5  # that a tile takes less if it is stored as a whole; the last one a third of it
+_STORING_ROWS = 256  # of a group, from which on that shows: below, memory is the bound
+_TALL = 1.2  # that a tile of 256 rows takes longer
 _STORING_STAGES = 3  # with which a whole tile of 128 x 256 can wait for its store; 4 of 128 x 192
 _LEAST_CLOCKS = 310  # that a CTA takes for a stage, however small
 _OUTSIDE_CLOCKS = 20  # that the copy engine takes for a row of a box that a does not have
@@ -257,17 +258,20 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     rounds: float = math.ceil(units / _CLUSTERS[cluster])
     has_thirds = config.tile_columns == 192 and config.scale == "block"
     if has_thirds and columns % (out_columns * config.cluster_columns):
-        # The last column of tiles comes last, and takes a third or two of the time.
-        thirds = -(-(columns % (out_columns * config.cluster_columns)) // (64 * cluster))
+        # The last column of tiles comes last, and takes a bit more than a third of the time or two.
+        rest = columns % (out_columns * config.cluster_columns)
+        thirds = -(-rest // (64 * config.cluster_columns))
         rounds = math.ceil((units - row_units) / _CLUSTERS[cluster])
         after = units - rounds * _CLUSTERS[cluster]
-        rounds += max(0, math.ceil(after / _CLUSTERS[cluster])) * thirds / 3
+        rounds += max(0, math.ceil(after / _CLUSTERS[cluster])) * (thirds + 0.5) / 3
     clocks = max(_block_clocks(config, element), _LEAST_CLOCKS)
     clocks = max(clocks, _OUTSIDE_CLOCKS * _rows_outside(problem, config))
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
     dense = problem.groups == "batch"
     if (config.max_stages == _STORING_STAGES or has_thirds) and (dense or problem.group_rows >= _STORING_ROWS):
-        compute -= (rounds - 1) * _HIDDEN_STORE
+        compute -= (rounds - 0.7) * _HIDDEN_STORE
+    if config.tile_rows == 256:
+        compute += rounds * _TALL
     # What the other CTA of a cluster does not load comes from L2.
     loaded = 128 * (
         config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows

@@ -14,8 +14,8 @@
 
 namespace flashinfer {
 
-// Sizes that every scheduler gets from the launch. A division takes as long as a tenth of a block's
-// products, and nothing is multiplied meanwhile.
+// Sizes that every scheduler gets from the launch. Nothing is multiplied while a tile is found, so
+// there are no divisions.
 struct GemmSchedule {
   FastDivisor num_columns;  // tiles along a row of D, in clusters
   uint32_t num_rows;        // tiles along a column of D, in clusters; not by offsets or masked
@@ -140,9 +140,6 @@ class GemmScheduler {
 
   // Asks for the number of the next tile's group, which takes as long as a block's products.
   __device__ __forceinline__ void find_group() {
-#ifdef PROBE_NOFIND
-    return;
-#endif
     if (kGroups != GemmGroups::indices || index_ >= num_tiles_) return;
     GemmWork work;
     place(index_, schedule_.num_rows, work);
@@ -207,13 +204,8 @@ class GemmScheduler {
       work.batch = batch;
       work.group = batch;
       if constexpr (kGroups == GemmGroups::indices) {
-#ifdef PROBE_NOFIND
-        const int32_t group = number(params_, work.row);
-#else
-        const int32_t group = group_;
-#endif
-        if (group < 0 || static_cast<uint32_t>(group) >= params_.num_weights) return false;
-        work.group = group;
+        if (group_ < 0 || static_cast<uint32_t>(group_) >= params_.num_weights) return false;
+        work.group = group_;
       }
       move_inside(work);
       return true;
