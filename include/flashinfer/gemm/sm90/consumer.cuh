@@ -76,7 +76,8 @@ class GemmConsumer {
   // Tells that this warp has read a stage of its own CTA and, where operands are shared, of others.
   __device__ __forceinline__ void release(uint32_t stage) const {
     if constexpr (Tile::kMulticast > 1) {
-      if (thread_.lane_idx < Tile::kReaders) ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
+      if (thread_.lane_idx < Tile::kReaders)
+        ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
     } else {
       if (thread_.lane_idx == 0) ptx::mbarrier_arrive(full(stage) + Tile::kStages * 8);
     }

@@ -19,10 +19,10 @@ struct GemmScales {
       Tile::kBlockScales && (Tile::kSwap || Tile::kScale == GemmScale::group);
   static constexpr bool kByColumn = Tile::kScale == GemmScale::block;
   // Gate and up columns of one part have a scale each.
-  static constexpr int kSpans =
-      Tile::kThirds                                                             ? 3
-      : !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && kByColumn ? 2
-                                                                                : 1;
+  static constexpr int kSpans = Tile::kThirds ? 3
+                                : !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && kByColumn
+                                    ? 2
+                                    : 1;
 
   float low[kSpans], high[kSpans], columns[kSpans];
   uint32_t right, right_step;  // shared address of the scales of the right rows

@@ -35,8 +35,8 @@ struct GemmWork {
   uint32_t row, column;  // of D where this CTA's tile begins
   // Rows of the group; the tile may begin before them, so that it does not end after A.
   uint32_t row_begin, row_end;
-  uint32_t batch;  // of A and D
-  uint32_t group;  // of B
+  uint32_t batch;   // of A and D
+  uint32_t group;   // of B
   uint32_t thirds;  // that the tile has, of 64 columns
 
   // The row of B (of `n`) that is row `local` of the tile.
@@ -66,7 +66,6 @@ class GemmScheduler {
     stride_ = gridDim.x / Tile::kCluster;
     num_tiles_ = kHasTable ? table[params.num_groups].tiles * schedule.num_columns.divisor
                            : schedule.num_tiles;
-    find_group();
   }
 
   // The next tile; false if there is none.
@@ -74,7 +73,6 @@ class GemmScheduler {
     while (index_ < num_tiles_) {
       const bool exists = locate(index_, work);
       index_ += stride_;
-      find_group();
       if (exists) return true;
     }
     return false;
@@ -138,14 +136,6 @@ class GemmScheduler {
     return rows < 0 ? 0 : static_cast<uint32_t>(rows) < params.m ? rows : params.m;
   }
 
-  // Asks for the number of the next tile's group, which takes as long as a block's products.
-  __device__ __forceinline__ void find_group() {
-    if (kGroups != GemmGroups::indices || index_ >= num_tiles_) return;
-    GemmWork work;
-    place(index_, schedule_.num_rows, work);
-    group_ = number(params_, work.row);
-  }
-
   // Position of the cluster's tile `i` among `num_rows` rows of tiles.
   __device__ __forceinline__ void place(uint32_t i, uint32_t num_rows, GemmWork& work) const {
     work.thirds = 3;
@@ -204,8 +194,9 @@ class GemmScheduler {
       work.batch = batch;
       work.group = batch;
       if constexpr (kGroups == GemmGroups::indices) {
-        if (group_ < 0 || static_cast<uint32_t>(group_) >= params_.num_weights) return false;
-        work.group = group_;
+        const int32_t group = number(params_, work.row);
+        if (group < 0 || static_cast<uint32_t>(group) >= params_.num_weights) return false;
+        work.group = group;
       }
       move_inside(work);
       return true;
@@ -229,7 +220,6 @@ class GemmScheduler {
   const GemmTableEntry* table_;
   const GemmPlace<Tile> place_;
   uint32_t index_, stride_, num_tiles_;
-  int32_t group_ = 0;  // of the next tile, by indices
 };
 
 }  // namespace flashinfer

@@ -46,10 +46,10 @@ struct GemmTile : Config {
   static constexpr int kThreads = kConsumerThreads + 128;
   // Threads that copy scales and rows hold more addresses than one that asks the copy engine.
   static constexpr int kProducerRegisters =
-      kThirds                                                                  ? 56
+      kThirds                                                                    ? 56
       : Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
-      : Config::kGathers                                                       ? 56
-                                                                               : 40;
+      : Config::kGathers                                                         ? 56
+                                                                                 : 40;
   static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
   // A single consumer has the most registers per thread from the start.
   static constexpr bool kMovesRegisters = kConsumers > 1;
@@ -76,10 +76,10 @@ struct GemmTile : Config {
 
   // B's rows of a tile come in boxes; where the activation is gated, gate and up rows take turns,
   // so that a thread has both sums.
-  static constexpr int kBoxRowsB = kThirds           ? 64
-                                   : !kGated         ? kTileColumns
-                                   : kSwap           ? 64
-                                                     : kTileColumns / 2;
+  static constexpr int kBoxRowsB = kThirds   ? 64
+                                   : !kGated ? kTileColumns
+                                   : kSwap   ? 64
+                                             : kTileColumns / 2;
   static constexpr int kBoxesB = kTileColumns / kBoxRowsB;
   static_assert(!kGated || !kSwap || kReps == 2, "a warpgroup has 64 gate rows and their up rows");
   static constexpr int kOutColumns = kGated ? kTileColumns / 2 : kTileColumns;
