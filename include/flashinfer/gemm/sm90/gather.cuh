@@ -92,10 +92,8 @@ class GemmScaleSource {
   }
 
   // Copies `count` blocks from `block` on; absent scales become zero. Those of rows may be a box.
-  // Columns' come first: memory takes longer than L2, where the rows' often are.
   __device__ __forceinline__ void copy(uint32_t target, uint32_t block, uint32_t count) const {
     const GemmScaleMatrix& a = params_.a_scale;
-    copy_columns(target + kBlocks * kRows * 4, block, count);
     if (Tile::kGathers || (!copies_box(way_) && way_ != GemmScaleCopy::kWhole)) {
       const float* rows = a.data + work_.batch * a.stride_batch + block * a.stride_k;
       if (way_ == GemmScaleCopy::kAlongK) {
@@ -104,6 +102,7 @@ class GemmScaleSource {
         copy_words(target, rows, count);
       }
     }
+    copy_columns(target + kBlocks * kRows * 4, block, count);
   }
 
  private:

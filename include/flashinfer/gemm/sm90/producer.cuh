@@ -89,32 +89,25 @@ class GemmProducer {
     const uint64_t policy = streams ? ptx::l2_evict_first() : normal;
     const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
     GemmGather<Tile> gather(params);
-    // Weights are asked for before the rows' numbers are read, too.
     GemmWork work;
-    bool exists = scheduler_.next(work);
     uint32_t ahead = 0;
-    if (exists && (kGathers || params.starts_early)) {
-      ahead = load_weights_ahead(work, thread_idx, policy);
-    }
-    if (!Tile::kWaitsLate && params.starts_early) ptx::grid_dependency_wait();
-    bool waits = Tile::kWaitsLate;
-    for (; exists; exists = scheduler_.next(work)) {
+    bool waits = false;
+    const auto load_tile = [&]() {
       uint32_t row = work.row;
       if (Tile::kSharedA > 1) row += place_.column * (Tile::kTileRows / Tile::kSharedA);
       if constexpr (kGathers) gather.find(work, thread_idx);
       GemmScaleSource<Tile> scales(params, params_.scale_copy, work, thread_idx % 32);
-#pragma unroll 1
-      for (uint32_t i = 0; i < blocks_.count; ++i) {
+      const auto load_block = [&](uint32_t i) {
         ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
         const uint32_t barrier = full(ring.stage), block = blocks_.first + i;
         const int x = block * Tile::kTileK;
         const uint32_t a = shared_ + ring.stage * Tile::kStageBytes;
         if (thread_idx < 32 && ptx::elect_one()) {
           if (ahead == 0) {
-            ptx::mbarrier_arrive_expect(barrier, Tile::kBytesB + (kGathers ? 0 : bytes_a));
+            ptx::mbarrier_arrive_expect(barrier, bytes_b(work) + (kGathers ? 0 : bytes_a));
           }
           // As late as can be: what follows are few instructions, which have yet to be fetched.
-          if (waits) ptx::grid_dependency_wait();
+          if (Tile::kFewRows && waits) ptx::grid_dependency_wait();
           waits = false;
           if (!kGathers && place_.column < params_.parts_a) {
             copy_box<Tile::kSharedA, Tile::kTileRows>(params_.a, a, barrier, x, row, work.batch,
@@ -131,7 +124,23 @@ class GemmProducer {
           ptx::mbarrier_arrive_copies(barrier);
         }
         ring.advance();
+      };
+      if constexpr (Tile::kFewRows) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < blocks_.count; ++i) load_block(i);
+      } else {
+        for (uint32_t i = 0; i < blocks_.count; ++i) load_block(i);
       }
+    };
+    if constexpr (Tile::kFewRows) {
+      bool exists = scheduler_.next(work);
+      if (exists && params.starts_early) ahead = load_weights(work, thread_idx, policy);
+      waits = true;
+      for (; exists; exists = scheduler_.next(work)) load_tile();
+    } else {
+      // Weights are asked for before the rows' numbers are read, too.
+      if (kGathers || params.starts_early) ahead = load_weights_ahead(thread_idx, policy);
+      while (scheduler_.next(work)) load_tile();
     }
     // Waits until the other CTAs have read what this one loaded for them.
     for (int i = 0; Tile::kMulticast > 1 && i < Tile::kStages; ++i) {
@@ -140,14 +149,25 @@ class GemmProducer {
     }
   }
 
+  // Fills the ring with weights of the first tile, then waits for the kernel that writes A, if that
+  // was not done before. Gives the number of stages.
+  __device__ __forceinline__ uint32_t load_weights_ahead(int thread_idx, uint64_t policy) const {
+    GemmScheduler<Tile> scheduler = scheduler_;
+    GemmWork work;
+    uint32_t count = 0;
+    if (scheduler.next(work)) count = load_weights(work, thread_idx, policy);
+    ptx::grid_dependency_wait();
+    return count;
+  }
+
   // Fills the ring with weights of the first tile, and gives the number of stages.
-  __device__ __forceinline__ uint32_t load_weights_ahead(const GemmWork& work, int thread_idx,
-                                                         uint64_t policy) const {
+  __device__ __forceinline__ uint32_t load_weights(const GemmWork& work, int thread_idx,
+                                                   uint64_t policy) const {
     const uint32_t count = blocks_.count < Tile::kStages ? blocks_.count : Tile::kStages;
     if (thread_idx < 32 && ptx::elect_one()) {
       const uint32_t bytes_a = Tile::kGathers ? 0 : params_.parts_a * params_.box_rows_a * 128;
       for (uint32_t i = 0; i < count; ++i) {
-        ptx::mbarrier_arrive_expect(full(i), Tile::kBytesB + bytes_a);
+        ptx::mbarrier_arrive_expect(full(i), bytes_b(work) + bytes_a);
         load_columns(work, shared_ + i * Tile::kStageBytes + Tile::kBytesA, full(i),
                      (blocks_.first + i) * Tile::kTileK, policy);
       }
@@ -155,10 +175,15 @@ class GemmProducer {
     return count;
   }
 
+  __device__ __forceinline__ static uint32_t bytes_b(const GemmWork& work) {
+    return Tile::kThirds ? work.thirds * Tile::kBoxRowsB * 128 : Tile::kBytesB;
+  }
+
   __device__ __forceinline__ void load_columns(const GemmWork& work, uint32_t target,
                                                uint32_t barrier, int x, uint64_t policy) const {
 #pragma unroll
     for (int box = 0; box < Tile::kBoxesB; ++box) {
+      if (Tile::kThirds && box >= static_cast<int>(work.thirds)) break;
       uint32_t row = work.row_of_b<Tile>(box * Tile::kBoxRowsB, params_.gemm.n);
       if (Tile::kSharedB > 1) row += place_.row * (Tile::kBoxRowsB / Tile::kSharedB);
       copy_box<Tile::kSharedB, Tile::kBoxRowsB>(params_.b, target + box * Tile::kBoxRowsB * 128,
@@ -184,6 +209,7 @@ class GemmProducer {
   using ScaleRing = GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1>;
 
   __device__ __forceinline__ void load_scales(int lane_idx) {
+    if (!Tile::kFewRows && params_.gemm.starts_early) ptx::grid_dependency_wait();
     ScaleRing ring;
     GemmWork work;
     while (scheduler_.next(work)) {
@@ -203,21 +229,24 @@ class GemmProducer {
     ptx::mbarrier_wait_soon(barrier + 4 * 8, ring.phase ^ 1);
     const uint32_t target = shared_ + Tile::kOffsetScales + ring.stage * Tile::kScaleBytes;
     const uint32_t block = blocks_.first + first, left = blocks_.count - first;
-    if (Tile::kWaitsLate || params_.gemm.starts_early) ptx::grid_dependency_wait();
-    scales.copy(target, block, left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks);
+    if constexpr (Tile::kFewRows) ptx::grid_dependency_wait();
+    const uint32_t count = left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks;
+    // Columns' come from memory, which takes longer than L2, where the rows' often are.
+    if constexpr (Tile::kFewRows) scales.copy(target, block, count);
     if (!Tile::kGathers && copies_box(params_.scale_copy) && ptx::elect_one()) {
       const bool along_k = params_.scale_copy == GemmScaleCopy::kBoxAlongK;
       ptx::mbarrier_expect(barrier, params_.box_rows_scale * Tile::kScaleBlocks * 4);
       ptx::tma_load(target, &params_.a_scale, barrier, along_k ? block : work.row,
                     along_k ? work.row : block, work.batch);
     }
-    if (Tile::kWideScales && params_.scale_copy == GemmScaleCopy::kWhole && ptx::elect_one()) {
+    if (Tile::kFewRows && params_.scale_copy == GemmScaleCopy::kWhole && ptx::elect_one()) {
       const GemmScaleMatrix& a = params_.gemm.a_scale;
       const uint32_t bytes = params_.box_rows_scale * static_cast<uint32_t>(a.stride_row) * 4;
       ptx::mbarrier_expect(barrier, bytes);
       ptx::bulk_load(target, a.data + work.batch * a.stride_batch + work.row * a.stride_row, bytes,
                      barrier);
     }
+    if constexpr (!Tile::kFewRows) scales.copy(target, block, count);
     ptx::mbarrier_arrive_copies(barrier);
     ring.advance();
   }

@@ -1,119 +1,112 @@
-// Promotion of 8-bit products: the sums of a block of k times its scales are added to the tile's
-// sums in float32.
+// Adds the products of a block of k to a tile's sums in float32, times the block's scales.
 #pragma once
 
 #include <flashinfer/gemm/sm90/tile.cuh>
 
 namespace flashinfer {
 
+// Where a thread's elements of D lie, among the left rows of all warpgroups.
+struct GemmThread {
+  int warpgroup_idx, warp_idx, lane_idx;
+};
+
+// Scales that a thread multiplies products with: of its two left rows, times that of the right rows
+// where they share one, as all of them, halves or thirds do.
 template <typename Tile>
-class GemmPromotion {
-  static constexpr int kReps = Tile::kReps, kTiles = Tile::kTiles;
-
- public:
-  // Scales of a thread's two left rows, and the scale of all right rows where they share one.
-  struct StageScales {
-    float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
-    uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
-  };
-
-  static constexpr bool kReadsRightScales =
+struct GemmScales {
+  // Right rows have a scale each, which is read when it is needed.
+  static constexpr bool kReadsRight =
       Tile::kBlockScales && (Tile::kSwap || Tile::kScale == GemmScale::group);
+  static constexpr bool kByColumn = Tile::kScale == GemmScale::block;
+  // Gate and up columns of one part have a scale each.
+  static constexpr int kSpans = Tile::kThirds ? 3
+                                : !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && kByColumn
+                                    ? 2
+                                    : 1;
 
-  __device__ __forceinline__ static float load_float(uint32_t shared) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared));
-    return value;
-  }
+  float low[kSpans], high[kSpans], columns[kSpans];
+  uint32_t right, right_step;  // shared address of the scales of the right rows
 
   // Scales of a block: of rows, `row_step` bytes apart, and of columns.
-  __device__ __forceinline__ StageScales load_scales(int rep, int part, uint32_t rows,
-                                                     uint32_t columns, uint32_t row_step) const {
-    StageScales scales;
-    if constexpr (Tile::kBlockScales) {
-      constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
-      const int first = (warpgroup_idx_ * kReps + rep) * 64;
-      const int low = first + warp_idx_ * 16 + lane_idx_ / 4;
-      if constexpr (Tile::kSwap && Tile::kScale == GemmScale::group) {
-        scales.low = load_float(columns + low * 4);
-        scales.high = load_float(columns + low * 4 + 32);
-      } else if constexpr (Tile::kSwap) {
-        scales.both = load_float(columns + column_scale(first) * 4);
-      } else {
-        scales.low = load_float(rows + low * row_step);
-        scales.high = load_float(rows + (low + 8) * row_step);
-        if constexpr (Tile::kScale == GemmScale::block && kHalvesDiffer) {
-          scales.both = load_float(columns);
-          scales.second = load_float(columns + 4);
-        } else if constexpr (Tile::kScale == GemmScale::block) {
-          static_assert(128 % kPartRows == 0, "columns of a part share their scale");
-          scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
-        }
-      }
-      const int right = part * kPartRows + lane_idx_ % 4 * 2;
-      scales.right_step = Tile::kSwap ? row_step : 4;
-      scales.right = (Tile::kSwap ? rows : columns) + right * scales.right_step;
+  __device__ __forceinline__ void load(const GemmThread& thread, int rep, int part, uint32_t rows,
+                                       uint32_t columns_at, uint32_t row_step) {
+    if constexpr (!Tile::kBlockScales) return;
+    constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
+    static_assert(kReadsRight || kSpans > 1 || 128 % kPartRows == 0, "a part has one scale");
+    const int first = (thread.warpgroup_idx * Tile::kReps + rep) * 64;
+    const int left = first + thread.warp_idx * 16 + thread.lane_idx / 4;
+    if constexpr (!Tile::kSwap) {
+      low[0] = read(rows + left * row_step);
+      high[0] = read(rows + (left + 8) * row_step);
+    } else if constexpr (kByColumn) {
+      low[0] = high[0] = 1.f;
+    } else {
+      low[0] = read(columns_at + left * 4);
+      high[0] = read(columns_at + left * 4 + 32);
     }
-    return scales;
+    if constexpr (kByColumn) {
+      const int column = Tile::kSwap ? first : part * kPartRows;
+#pragma unroll
+      for (int i = 0; i < kSpans; ++i) columns[i] = read(columns_at + (index_of(column) + i) * 4);
+    }
+    const int row = part * kPartRows + thread.lane_idx % 4 * 2;
+    right_step = Tile::kSwap ? row_step : 4;
+    right = (Tile::kSwap ? rows : columns_at) + row * right_step;
   }
 
+  // Multiplies what all sums of a row share, if need be while products are made.
+  __device__ __forceinline__ void combine() {
+    if constexpr (!kByColumn) return;
+#pragma unroll
+    for (int i = kSpans - 1; i >= 0; --i) {
+      low[i] = pinned(low[0] * columns[i]);
+      high[i] = pinned(high[0] * columns[i]);
+    }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void promote(float (&sums)[Tile::kTiles][4], int first,
+                                          const float (&products)[kCount][4]) const {
+    // A tile of fewer thirds has spans of the same size.
+    constexpr int kSpan = (Tile::kThirds ? Tile::kTiles : kCount) / kSpans;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      float (&sum)[4] = sums[first + j];
+      if constexpr (!Tile::kBlockScales) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] += products[j][i];
+      } else {
+        float2 of_right = make_float2(1.f, 1.f);
+        if constexpr (kReadsRight) {
+          const uint32_t address = right + j * 8 * right_step;
+          of_right = make_float2(read(address), read(address + right_step));
+        }
+        sum[0] += products[j][0] * (low[j / kSpan] * of_right.x);
+        sum[1] += products[j][1] * (low[j / kSpan] * of_right.y);
+        sum[2] += products[j][2] * (high[j / kSpan] * of_right.x);
+        sum[3] += products[j][3] * (high[j / kSpan] * of_right.y);
+      }
+    }
+  }
+
+ private:
   // Index of the scale that row `local` of the tile's rows of B has.
-  __device__ __forceinline__ static constexpr int column_scale(int local) {
+  __device__ __forceinline__ static constexpr int index_of(int local) {
     constexpr int kPerBox = ceil_div(Tile::kBoxRowsB, 128);
     return local / Tile::kBoxRowsB * kPerBox + local % Tile::kBoxRowsB / 128;
   }
 
-  // Gate and up columns of one part have a scale each.
-  static constexpr bool kHalvesDiffer =
-      !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
+  __device__ __forceinline__ static float read(uint32_t shared) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared));
+    return value;
+  }
 
   // Keeps the compiler from moving the scale across products.
   __device__ __forceinline__ static float pinned(float scale) {
     asm volatile("" : "+f"(scale));
     return scale;
   }
-
-  // Multiplies what all sums of a row share while products are made.
-  __device__ __forceinline__ static void combine(StageScales& scales) {
-    if constexpr (Tile::kBlockScales && !kHalvesDiffer) {
-      scales.low = pinned(scales.low * scales.both);
-      scales.high = pinned(scales.high * scales.both);
-      scales.both = 1.f;
-    }
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
-                                                 const float (&products)[kCount][4],
-                                                 const StageScales& scales) {
-    float low = pinned(scales.low) * scales.both;
-    float high = pinned(scales.high) * scales.both;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      float (&sum)[4] = sums[first + j];
-      if (kHalvesDiffer && j == kCount / 2) {
-        low = scales.low * scales.second;
-        high = scales.high * scales.second;
-      }
-      if constexpr (!Tile::kBlockScales) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += products[j][i];
-      } else {
-        float2 right = make_float2(1.f, 1.f);
-        if constexpr (kReadsRightScales) {
-          const uint32_t address = scales.right + j * 8 * scales.right_step;
-          right = make_float2(load_float(address), load_float(address + scales.right_step));
-        }
-        sum[0] += products[j][0] * (low * right.x);
-        sum[1] += products[j][1] * (low * right.y);
-        sum[2] += products[j][2] * (high * right.x);
-        sum[3] += products[j][3] * (high * right.y);
-      }
-    }
-  }
-
- protected:
-  int warpgroup_idx_, warp_idx_, lane_idx_;
 };
 
 }  // namespace flashinfer
