@@ -89,10 +89,9 @@ class GemmProducer {
     const uint64_t policy = streams ? ptx::l2_evict_first() : normal;
     const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
     GemmGather<Tile> gather(params);
-    GemmWork work;
     uint32_t ahead = 0;
     bool waits = false;
-    const auto load_tile = [&]() {
+    const auto load_tile = [&](const GemmWork& work) {
       uint32_t row = work.row;
       if (Tile::kSharedA > 1) row += place_.column * (Tile::kTileRows / Tile::kSharedA);
       if constexpr (kGathers) gather.find(work, thread_idx);
@@ -132,15 +131,16 @@ class GemmProducer {
         for (uint32_t i = 0; i < blocks_.count; ++i) load_block(i);
       }
     };
+    GemmWork work;
     if constexpr (Tile::kFewRows) {
       bool exists = scheduler_.next(work);
       if (exists && params.starts_early) ahead = load_weights(work, thread_idx, policy);
       waits = true;
-      for (; exists; exists = scheduler_.next(work)) load_tile();
+      for (; exists; exists = scheduler_.next(work)) load_tile(work);
     } else {
       // Weights are asked for before the rows' numbers are read, too.
       if (kGathers || params.starts_early) ahead = load_weights_ahead(thread_idx, policy);
-      while (scheduler_.next(work)) load_tile();
+      while (scheduler_.next(work)) load_tile(work);
     }
     // Waits until the other CTAs have read what this one loaded for them.
     for (int i = 0; Tile::kMulticast > 1 && i < Tile::kStages; ++i) {
