@@ -114,16 +114,16 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
       kernel.scale_copy = GemmScaleCopy::kWhole;
       return;
     }
-    if (ptx::encode_tensor_map<float>(kernel.a_scale, s.data, along_k ? blocks : p.m,
-                                      along_k ? Tile::kScaleBlocks : rows, dims,
-                                      along_k && Tile::kFewRows ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                                   : CU_TENSOR_MAP_SWIZZLE_NONE)) {
+    if (ptx::encode_tensor_map<float>(
+            kernel.a_scale, s.data, along_k ? blocks : p.m, along_k ? Tile::kScaleBlocks : rows,
+            dims,
+            along_k && Tile::kFewRows ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE)) {
       kernel.scale_copy = along_k ? GemmScaleCopy::kBoxAlongK : GemmScaleCopy::kBoxAlongRows;
       return;
     }
   }
-  if (!Tile::kFewRows && reinterpret_cast<uint64_t>(s.data) % 16 == 0 &&
-      s.stride_batch % 4 == 0 && s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) {
+  if (!Tile::kFewRows && reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 &&
+      s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) {
     kernel.scale_copy = GemmScaleCopy::kAlongK;
   }
 }
