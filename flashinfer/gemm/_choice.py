@@ -268,7 +268,9 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     clocks = max(clocks, _OUTSIDE_CLOCKS * _rows_outside(problem, config))
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
     dense = problem.groups == "batch"
-    if (config.max_stages == _STORING_STAGES or has_thirds) and (dense or problem.group_rows >= _STORING_ROWS):
+    if (config.max_stages == _STORING_STAGES or has_thirds) and (
+        dense or problem.group_rows >= _STORING_ROWS
+    ):
         compute -= (rounds - 0.7) * _HIDDEN_STORE
     if config.tile_rows == 256:
         compute += rounds * _TALL
