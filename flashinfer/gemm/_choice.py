@@ -30,9 +30,10 @@ _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longe
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
 _STORE = 0.6  # microseconds to store a tile
-_HIDDEN_STORE = 3.5  # that a tile takes less if the next one is multiplied while it is stored
-_STORING_ROWS = 1024  # of a group, from which on that shows: below, memory is the bound
-_STORING_STAGES = 3  # with which a whole tile of 128 x 256 can wait for its store
+_HIDDEN_STORE = 3.5  # that a tile takes less if it is stored as a whole; the last one a third of it
+_STORING_ROWS = 256  # of a group, from which on that shows: below, memory is the bound
+_TALL = 1.2  # that a tile of 256 rows takes longer
+_STORING_STAGES = 3  # with which a whole tile of 128 x 256 can wait for its store; 4 of 128 x 192
 _LEAST_CLOCKS = 310  # that a CTA takes for a stage, however small
 _OUTSIDE_CLOCKS = 20  # that the copy engine takes for a row of a box that a does not have
 _MAX_TOKENS = 128  # up to which rows of weights are the tensor cores' rows
@@ -195,12 +196,14 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
     for tile in shared:
         for columns in widths:
             yield replace(tile, tile_columns=columns)
-    if blocks and problem.group_rows > base.tile_rows:
-        yield replace(base, tile_rows=256, cluster_rows=2)
     many = problem.groups == "indices" or (blocks and problem.group_rows > base.tile_rows)
     if many and not gated and problem.scale == "block" and problem.dtype_out.itemsize == 2:
         wide = replace(base, tile_columns=256, cluster_columns=2)
         yield replace(wide, max_stages=_STORING_STAGES)
+        if problem.groups == "indices":
+            yield replace(base, tile_columns=192, cluster_columns=2, max_stages=4)
+        else:
+            yield replace(base, tile_rows=256, cluster_columns=2, max_stages=_STORING_STAGES)
 
 
 def _few(base: GemmConfig, rows: int, columns: int) -> Iterator[GemmConfig]:
@@ -252,13 +255,25 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     cluster = config.cluster_rows * config.cluster_columns * config.splits
     row_units = problem.row_tiles(config.tile_rows * config.cluster_rows)
     units = row_units * column_units
-    rounds = math.ceil(units / _CLUSTERS[cluster])
+    rounds: float = math.ceil(units / _CLUSTERS[cluster])
+    has_thirds = config.tile_columns == 192 and config.scale == "block"
+    if has_thirds and columns % (out_columns * config.cluster_columns):
+        # The last column of tiles comes last, and takes a bit more than a third of the time or two.
+        rest = columns % (out_columns * config.cluster_columns)
+        thirds = -(-rest // (64 * config.cluster_columns))
+        rounds = math.ceil((units - row_units) / _CLUSTERS[cluster])
+        after = units - rounds * _CLUSTERS[cluster]
+        rounds += max(0, math.ceil(after / _CLUSTERS[cluster])) * (thirds + 0.5) / 3
     clocks = max(_block_clocks(config, element), _LEAST_CLOCKS)
     clocks = max(clocks, _OUTSIDE_CLOCKS * _rows_outside(problem, config))
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
     dense = problem.groups == "batch"
-    if config.max_stages == _STORING_STAGES and (dense or problem.group_rows >= _STORING_ROWS):
-        compute -= (rounds - 1) * _HIDDEN_STORE
+    if (config.max_stages == _STORING_STAGES or has_thirds) and (
+        dense or problem.group_rows >= _STORING_ROWS
+    ):
+        compute -= (rounds - 0.7) * _HIDDEN_STORE
+    if config.tile_rows == 256:
+        compute += rounds * _TALL
     # What the other CTA of a cluster does not load comes from L2.
     loaded = 128 * (
         config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows
@@ -292,7 +307,6 @@ def _block_clocks(config: GemmConfig, element: int) -> float:
     if element == 1:  # sums are promoted
         area = config.tile_rows * config.tile_columns
         overhead = 40.0 + area / 64 + (240.0 if config.swap else 0.0)
-        overhead += 60.0 if config.tile_rows == 256 else 0.0
     return clocks + overhead
 
 

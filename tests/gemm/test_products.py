@@ -10,12 +10,22 @@ import torch
 
 import flashinfer
 from flashinfer import gemm
-from flashinfer.gemm._choice import GemmProblem, choose_config
+from flashinfer.gemm import _launch
+from flashinfer.gemm._choice import GemmProblem, all_configs, choose_config
+from flashinfer.jit.gemm import GemmConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
 
-SCALED = [(3, 72, 384), (40, 512, 512), (100, 264, 2304), (128, 136, 1024), (300, 640, 640)]
+SCALED = [
+    (3, 72, 384),
+    (40, 512, 512),
+    (100, 264, 2304),
+    (128, 136, 1024),
+    (13, 264, 4608),  # scales of more blocks than are copied at a time
+    (61, 136, 2560),
+    (300, 640, 640),
+]
 LENGTHS = [[0, 5, 130, 1, 256, 0, 77], [4, 0, 3], [1], [0, 0, 0, 200]]
 SHAPES = [(1, 8, 64), (5, 264, 1024), (17, 136, 200), (64, 512, 512), (130, 648, 384)]
 
@@ -227,6 +237,30 @@ def test_groups_by_indices(device: torch.device) -> None:
     b, b_scale, right = weights(3, 384, 512, device)
     indices = torch.tensor(numbers, device=device, dtype=torch.int32).repeat_interleave(128)
     out = poisoned(512, 384, device=device)
+    gemm.group_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, indices, out=out)
+    for i, g in enumerate(numbers):
+        rows = slice(128 * i, 128 * i + 128)
+        assert_near(out[rows], left[rows] @ right[g].T, left[rows].abs() @ right[g].abs().T)
+
+
+@pytest.mark.parametrize("k", [256, 1152])
+@pytest.mark.parametrize("n", [64, 384, 448, 640, 760, 1024])
+def test_groups_of_tiles_in_thirds(
+    n: int, k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last columns of a matrix get tiles of one or two thirds, or of all of them."""
+
+    def in_thirds(problem: GemmProblem, *_: object) -> GemmConfig:
+        (config,) = (c for c in all_configs(problem) if c.tile_columns == 192)
+        return config
+
+    monkeypatch.setattr(_launch, "choose_tiles", in_thirds)
+    monkeypatch.setattr(_launch, "_kernels", {})
+    numbers = [1, 0, 0, 2, 1]
+    a, a_scale, left = scaled(640, k, True, device)
+    b, b_scale, right = weights(3, n, k, device)
+    indices = torch.tensor(numbers, device=device, dtype=torch.int32).repeat_interleave(128)
+    out = poisoned(640, n, device=device)
     gemm.group_deepgemm_fp8_nt_groupwise(a, b, a_scale, b_scale, indices, out=out)
     for i, g in enumerate(numbers):
         rows = slice(128 * i, 128 * i + 128)

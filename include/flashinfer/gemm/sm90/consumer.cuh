@@ -7,6 +7,7 @@
 
 #include <flashinfer/gemm/sm90/epilogue.cuh>
 #include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/gemm/sm90/promotion.cuh>
 #include <flashinfer/gemm/sm90/split.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 
@@ -16,6 +17,7 @@ template <typename Tile>
 class GemmConsumer {
   static constexpr int kReps = Tile::kReps, kTiles = Tile::kTiles;
   using Sums = float[kReps][kTiles][4];
+  using Scales = GemmScales<Tile>;
 
  public:
   __device__ __forceinline__ GemmConsumer(const GemmKernelParams& params, uint32_t shared,
@@ -25,31 +27,42 @@ class GemmConsumer {
         blocks_(params.gemm.k),
         shared_(shared) {
     // The compiler then knows that all lanes of a warp have the same descriptors.
-    warpgroup_idx_ = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    thread_.warpgroup_idx = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (Tile::kBlockScales) {
       along_k_ = params.scale_copy == GemmScaleCopy::kAlongK ||
-                 params.scale_copy == GemmScaleCopy::kBoxAlongK;
+                 params.scale_copy == GemmScaleCopy::kBoxAlongK ||
+                 params.scale_copy == GemmScaleCopy::kWhole;
+      is_whole_ = params.scale_copy == GemmScaleCopy::kWhole;
+      if (is_whole_) row_pitch_ = static_cast<uint32_t>(params.gemm.a_scale.stride_row) * 4;
     }
-    warp_idx_ = threadIdx.x % 128 / 32;
-    lane_idx_ = threadIdx.x % 32;
+    thread_.warp_idx = threadIdx.x % 128 / 32;
+    thread_.lane_idx = threadIdx.x % 32;
     if constexpr (Tile::kMulticast > 1) {
       remote_empty_ = ptx::remote_address(full(0) + Tile::kStages * 8,
-                                          place_.loader(lane_idx_ % Tile::kReaders));
+                                          place_.loader(thread_.lane_idx % Tile::kReaders));
     }
     const uint32_t left = shared + (Tile::kSwap ? Tile::kBytesA : 0);
-    left_ = ptx::wgmma_operand(left + warpgroup_idx_ * kReps * 64 * 128);
+    left_ = ptx::wgmma_operand(left + thread_.warpgroup_idx * kReps * 64 * 128);
     right_ = ptx::wgmma_operand(shared + (Tile::kSwap ? 0 : Tile::kBytesA));
   }
 
   __device__ __forceinline__ void run() {
+    if (Tile::kFewRows && !params_.gemm.starts_early) ptx::grid_dependency_wait();
     GemmEpilogue<Tile> epilogue(params_, shared_);
     GemmSplit<Tile> split(shared_);
     GemmWork work;
+    if constexpr (Tile::kPromotes && !kOverlaps) find_scales();
     while (scheduler_.next(work)) {
       Sums sums;
       if (Tile::kPromotes || blocks_.count == 0) clear(sums);
       if constexpr (Tile::kPromotes) {
-        multiply_promoting(sums);
+        if (Tile::kThirds && work.thirds == 1) {
+          multiply_promoting<kTiles / 3>(sums);
+        } else if (Tile::kThirds && work.thirds == 2) {
+          multiply_promoting<kTiles / 3 * 2>(sums);
+        } else {
+          multiply_promoting<kTiles / Tile::kParts>(sums);
+        }
       } else {
         multiply(sums);
       }
@@ -67,9 +80,10 @@ class GemmConsumer {
   // Tells that this warp has read a stage of its own CTA and, where operands are shared, of others.
   __device__ __forceinline__ void release(uint32_t stage) const {
     if constexpr (Tile::kMulticast > 1) {
-      if (lane_idx_ < Tile::kReaders) ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
+      if (thread_.lane_idx < Tile::kReaders)
+        ptx::mbarrier_arrive_relaxed(remote_empty_ + stage * 8);
     } else {
-      if (lane_idx_ == 0) ptx::mbarrier_arrive(full(stage) + Tile::kStages * 8);
+      if (thread_.lane_idx == 0) ptx::mbarrier_arrive(full(stage) + Tile::kStages * 8);
     }
   }
 
@@ -103,13 +117,6 @@ class GemmConsumer {
     return {ptx::wgmma_advance(left_, offset), ptx::wgmma_advance(right_, offset)};
   }
 
-  // The operands in the stage after `operands`, where that is `stage`.
-  __device__ __forceinline__ Operands advance(const Operands& operands, uint32_t stage) const {
-    if (stage == 0) return {left_, right_};
-    return {ptx::wgmma_advance(operands.left, Tile::kStageBytes),
-            ptx::wgmma_advance(operands.right, Tile::kStageBytes)};
-  }
-
   __device__ __forceinline__ void await_stage() const {
     ptx::mbarrier_wait_soon(full(ring_.stage), ring_.phase);
     // Threads have written the gathered rows, and the tensor cores read them next.
@@ -140,58 +147,50 @@ class GemmConsumer {
     if (blocks_.count > 0) release(previous);
   }
 
-  // Scales of a thread's two left rows, and the scale of all right rows where they share one.
-  struct StageScales {
-    float low = 1.f, high = 1.f, both = 1.f, second = 1.f;
-    uint32_t right = 0, right_step = 4;  // shared address of the scales of the right rows
-  };
-
   // The products of a block and what they are promoted with.
   struct Pending {
     float products[kReps][kTiles][4];
-    StageScales scales[kReps];
+    Scales scales[kReps];
     uint32_t stage;
   };
 
+  // Whether there are registers for the products of two blocks.
+  static constexpr bool kOverlaps =
+      Tile::kParts == 1 && !Tile::kThirds && (kReps == 1 || kReps * kTiles <= 8);
+  static_assert(kOverlaps || !Tile::kFewRows);
+
   // Block after block: products of one are promoted while those of the next are made, where there
   // are registers for both, else while the other warpgroup multiplies.
+  template <int kCount>
   __device__ __forceinline__ void multiply_promoting(Sums& sums) {
-    constexpr bool kOverlaps = Tile::kParts == 1 && (kReps == 1 || kReps * kTiles <= 8);
     const uint32_t count = blocks_.count;
     if constexpr (!kOverlaps) {
       // Other warpgroups alone keep the tensor cores busy between the end of a block's products and
-      // the start of the next ones. All but the sums is done while products are made.
-      float products[kTiles / Tile::kParts][4];
-      Operands operands = this->operands(ring_.stage);
-      if (count > 0) {
-        await_stage();
-        await_scales(0);
-      }
-      for (uint32_t i = 0; i < count; ++i) {
-        const uint32_t stage = ring_.stage;
-        Operands next = operands;
-        bool is_ready = false;
+      // the start of the next ones, so little but the sums may stand there: the place of scales is
+      // found once in four blocks.
+      float products[kCount][4];
+      uint32_t left = count;
+      if (left > 0) await_found();
+#pragma unroll 1
+      for (; left >= Tile::kScaleBlocks; left -= Tile::kScaleBlocks) {
+        multiply_block<kCount, false>(sums, products, 0);
 #pragma unroll
-        for (int at = 0; at < kReps * Tile::kParts; ++at) {
-          const int rep = at / Tile::kParts, part = at % Tile::kParts;
-          const bool is_last = at == kReps * Tile::kParts - 1;
-          start(products, operands, rep, part);
-          StageScales scales = load_scales(rep, part);
-          combine(scales);
-          if (is_last) {
-            if (!kReadsRightScales) release_scales(i);
-            ring_.advance();
-            next = advance(operands, ring_.stage);
-            is_ready = find_next(i + 1);
-          }
-          ptx::wgmma_wait<0>();
-          ptx::wgmma_done(products);
-          if (is_last) release(stage);
-          promote(sums[rep], part * (kTiles / Tile::kParts), products, scales);
+        for (int at = 1; at < Tile::kScaleBlocks - 1; ++at) {
+          await_stage();
+          multiply_block<kCount, false>(sums, products, at);
         }
-        if (kReadsRightScales) release_scales(i);
-        if (!is_ready && i + 1 < count) await_next(i + 1);
-        operands = next;
+        await_stage();
+        const bool is_found = multiply_block<kCount, true>(sums, products, Tile::kScaleBlocks - 1);
+        if (!is_found && left > Tile::kScaleBlocks) await_found();
+      }
+#pragma unroll 1
+      for (uint32_t at = 0; at < left; ++at) {
+        await_stage();
+        multiply_block<kCount, false>(sums, products, at);
+      }
+      if (left > 0) {
+        release_scales(Tile::kScaleBlocks - 1);
+        find_scales();
       }
     } else if (count > 0) {
       Pending pending[2];
@@ -221,12 +220,48 @@ class GemmConsumer {
     }
   }
 
+  // Block `at` of the four whose scales have come together; it has been loaded. After the last one,
+  // finds the next scales and tells whether they and the next block have been loaded, too.
+  template <int kCount, bool kIsLast>
+  __device__ __forceinline__ bool multiply_block(Sums& sums, float (&products)[kCount][4],
+                                                 uint32_t at) {
+    bool is_found = false;
+    const uint32_t stage = ring_.stage;
+    const Operands operands = this->operands(stage);
+    const uint32_t rows = scales_ + at * (along_k_ ? 4 : Tile::kTileRows * 4);
+    const uint32_t columns = column_scales_ + at * Tile::kColumnScaleBytes;
+#pragma unroll
+    for (int i = 0; i < kReps * Tile::kParts; ++i) {
+      const int rep = i / Tile::kParts, part = i % Tile::kParts;
+      const bool is_last = i == kReps * Tile::kParts - 1;
+      start(products, operands, rep, part);
+      Scales scales;
+      scales.load(thread_, rep, part, rows, columns, along_k_ ? 16 : 4);
+      scales.combine();
+      if (is_last) ring_.advance();
+      if (is_last && kIsLast) {
+        if (!Scales::kReadsRight) release_scales(at);
+        find_scales();
+        is_found = ptx::mbarrier_test(full(ring_.stage), ring_.phase);
+        if constexpr (Tile::kGathers) ptx::async_proxy_fence();  // as in await_stage()
+        if (Tile::kBlockScales) is_found &= ptx::mbarrier_test(found_scales_, found_phase_);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_done(products);
+      if (is_last) release(stage);
+      scales.promote(sums[rep], part * kCount, products);
+    }
+    if (kIsLast && Scales::kReadsRight) release_scales(at);
+    return is_found;
+  }
+
   // Four blocks of k whose scales come together, in neighbouring stages.
   struct Four {
-    uint32_t stage, scales, columns;
+    uint32_t first, stage, scales, columns;
     Operands operands;
   };
-  static constexpr bool kFours = Tile::kBlockScales && Tile::kStages % Tile::kScaleBlocks == 0;
+  static constexpr int kFour = Tile::kFour;
+  static constexpr bool kFours = Tile::kBlockScales && Tile::kStages % kFour == 0;
 
   // All but the last blocks by four at a time: few sums take fewer instructions than finding the
   // place of every block does. The products of block 0 are under way, and then those of the block
@@ -234,12 +269,12 @@ class GemmConsumer {
   __device__ __forceinline__ uint32_t multiply_fours(Sums& sums, Pending (&pending)[2],
                                                      uint32_t count) {
     uint32_t i = 0;
-    if ((ring_.stage - 1) % Tile::kScaleBlocks != 0) return i;
-    Four four = {ring_.stage - 1, scales_, column_scales_, operands(ring_.stage - 1)};
+    if ((ring_.stage - 1) % kFour != 0) return i;
+    Four four = {0, ring_.stage - 1, scales_, column_scales_, operands(ring_.stage - 1)};
     four_phase_ = ring_.phase;
-    for (; i + Tile::kScaleBlocks < count; i += Tile::kScaleBlocks) {
+    for (; i + kFour < count; i += kFour) {
 #pragma unroll
-      for (int at = 0; at < Tile::kScaleBlocks - 1; ++at) {
+      for (int at = 0; at < kFour - 1; ++at) {
         begin(pending[(at + 1) % 2], four, at + 1);
         ptx::wgmma_wait<kReps>();
         end(sums, pending[at % 2], four, at);
@@ -248,7 +283,7 @@ class GemmConsumer {
       four = next_four(four);
       begin(pending[0], four, 0);
       ptx::wgmma_wait<kReps>();
-      end(sums, pending[1], last, Tile::kScaleBlocks - 1);
+      end(sums, pending[1], last, kFour - 1);
     }
     ring_.stage = four.stage + 1;
     ring_.phase = four_phase_;
@@ -256,15 +291,16 @@ class GemmConsumer {
     return i;
   }
 
-  // Waits for the scales of the next four blocks.
+  // Finds the scales of the next four blocks.
   __device__ __forceinline__ Four next_four(const Four& four) {
-    await_scales(0);
-    uint32_t stage = four.stage + Tile::kScaleBlocks;
+    const uint32_t first = four.first + kFour;
+    await_scales(first);
+    uint32_t stage = four.stage + kFour;
     if (stage == Tile::kStages) {
       stage = 0;
       four_phase_ ^= 1;
     }
-    return {stage, scales_, column_scales_, operands(stage)};
+    return {first, stage, scales_, column_scales_, operands(stage)};
   }
 
   __device__ __forceinline__ void begin(Pending& pending, const Four& four, int at) const {
@@ -274,8 +310,8 @@ class GemmConsumer {
                                ptx::wgmma_advance(four.operands.right, at * Tile::kStageBytes)};
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      pending.scales[rep] = load_scales(rep, 0, four.scales + at * 4,
-                                        four.columns + at * Tile::kColumnScaleBytes, 16);
+      pending.scales[rep].load(thread_, rep, 0, four.scales + at * 4,
+                               four.columns + at * Tile::kColumnScaleBytes, row_pitch());
       start(pending.products[rep], operands, rep, 0);
     }
   }
@@ -286,9 +322,10 @@ class GemmConsumer {
     release(four.stage + at);
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      promote(sums[rep], 0, pending.products[rep], pending.scales[rep]);
+      pending.scales[rep].combine();
+      pending.scales[rep].promote(sums[rep], 0, pending.products[rep]);
     }
-    if (at == Tile::kScaleBlocks - 1) release_scales(at);
+    if (at == kFour - 1) release_scales(four.first + at);
   }
 
   template <int kCount>
@@ -307,7 +344,8 @@ class GemmConsumer {
     pending.stage = ring_.stage;
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      pending.scales[rep] = load_scales(rep, 0);
+      pending.scales[rep].load(thread_, rep, 0, scales_, column_scales_,
+                               along_k_ ? row_pitch() : 4);
       start(pending.products[rep], operands(ring_.stage), rep, 0);
     }
     ring_.advance();
@@ -319,163 +357,70 @@ class GemmConsumer {
     release(pending.stage);
 #pragma unroll
     for (int rep = 0; rep < kReps; ++rep) {
-      promote(sums[rep], 0, pending.products[rep], pending.scales[rep]);
+      pending.scales[rep].combine();
+      pending.scales[rep].promote(sums[rep], 0, pending.products[rep]);
     }
     release_scales(i);
   }
 
-  // Finds the scales of block `i`; one barrier guards the scales of four blocks.
+  // Bytes from a row's scales to the next row's, where those of a row are neighbours.
+  __device__ __forceinline__ uint32_t row_pitch() const { return Tile::kFewRows ? row_pitch_ : 16; }
+
+  // Finds the scales of block `i` among those that begin at `first`. Rows of boxes are swizzled by
+  // 16 bytes, by their number's two bits above the lowest: the same ones for a lane's rows.
+  __device__ __forceinline__ void place_scales(uint32_t first, uint32_t i) {
+    const uint32_t at = i % Tile::kScaleBlocks;
+    const uint32_t column = is_whole_ ? blocks_.first + i : at;
+    const uint32_t lane_idx = thread_.lane_idx;
+    const uint32_t swizzle = is_whole_ ? 0 : Tile::kSwap ? lane_idx % 4 : lane_idx / 8;
+    first_scales_ = first;
+    scales_ = first + (along_k_ ? ((column / 4) ^ swizzle) * 16 + column % 4 * 4
+                                : at * Tile::kTileRows * 4);
+    column_scales_ =
+        first + Tile::kScaleBlocks * Tile::kTileRows * 4 + at * Tile::kColumnScaleBytes;
+  }
+
+  // Finds the scales of block `i`; one barrier guards those that are copied together.
   __device__ __forceinline__ void await_scales(uint32_t i) {
     if constexpr (!Tile::kBlockScales) return;
     if (i % Tile::kScaleBlocks == 0) {
-      ptx::mbarrier_wait_soon(scale_barrier(scale_ring_.stage), scale_ring_.phase);
-      scales_ = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
-      column_scales_ = scales_ + Tile::kScaleBlocks * Tile::kTileRows * 4;
-      scale_ring_.advance();
+      find_scales();
+      ptx::mbarrier_wait_soon(found_scales_, found_phase_);
+      if constexpr (Tile::kFewRows) place_scales(scales_, i);
+    } else if constexpr (Tile::kFewRows) {
+      place_scales(first_scales_, i);
     } else {
       scales_ += along_k_ ? 4 : Tile::kTileRows * 4;
       column_scales_ += Tile::kColumnScaleBytes;
     }
   }
 
-  // Finds the scales of block `i`, which may not exist. Tells whether it has been loaded; if not,
-  // await_next() waits for it. There is no branch, since products are being made.
-  __device__ __forceinline__ bool find_next(uint32_t i) {
-    bool is_loaded = ptx::mbarrier_test(full(ring_.stage), ring_.phase);
-    if constexpr (Tile::kGathers) ptx::async_proxy_fence();  // as in await_stage()
-    if constexpr (Tile::kBlockScales) {
-      const bool is_first = i % Tile::kScaleBlocks == 0 && i != blocks_.count;
-      awaited_scales_ = scale_barrier(scale_ring_.stage);
-      awaited_phase_ = scale_ring_.phase;
-      is_loaded &= ptx::mbarrier_test(awaited_scales_, awaited_phase_) || !is_first;
-      const uint32_t first = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
-      const uint32_t step = along_k_ ? 4 : Tile::kTileRows * 4;
-      scales_ = is_first ? first : scales_ + step;
-      column_scales_ = is_first ? first + Tile::kScaleBlocks * Tile::kTileRows * 4
-                                : column_scales_ + Tile::kColumnScaleBytes;
-      GemmRing<Tile::kScaleStages> next = scale_ring_;
-      next.advance();
-      scale_ring_.stage = is_first ? next.stage : scale_ring_.stage;
-      scale_ring_.phase = is_first ? next.phase : scale_ring_.phase;
-    }
-    return is_loaded;
+  // The place of the next four blocks' scales, which may not have come yet.
+  __device__ __forceinline__ void find_scales() {
+    if constexpr (!Tile::kBlockScales) return;
+    found_scales_ = scale_barrier(scale_ring_.stage);
+    found_phase_ = scale_ring_.phase;
+    scales_ = shared_ + Tile::kOffsetScales + scale_ring_.stage * Tile::kScaleBytes;
+    column_scales_ = scales_ + Tile::kScaleBlocks * Tile::kTileRows * 4;
+    scale_ring_.advance();
   }
 
-  __device__ __forceinline__ void await_next(uint32_t i) const {
+  // Waits for the scales that were found, and for the next block.
+  __device__ __forceinline__ void await_found() const {
+    if constexpr (Tile::kBlockScales) ptx::mbarrier_wait_soon(found_scales_, found_phase_);
     await_stage();
-    if constexpr (!Tile::kBlockScales) return;
-    if (i % Tile::kScaleBlocks == 0) ptx::mbarrier_wait_soon(awaited_scales_, awaited_phase_);
   }
 
   __device__ __forceinline__ void release_scales(uint32_t i) {
     if constexpr (!Tile::kBlockScales) return;
     if (i % Tile::kScaleBlocks != Tile::kScaleBlocks - 1 && i + 1 != blocks_.count) return;
     __syncwarp();
-    if (lane_idx_ == 0) ptx::mbarrier_arrive(scale_barrier(4 + released_scales_));
+    if (thread_.lane_idx == 0) ptx::mbarrier_arrive(scale_barrier(4 + released_scales_));
     if (++released_scales_ == Tile::kScaleStages) released_scales_ = 0;
   }
 
   __device__ __forceinline__ uint32_t scale_barrier(uint32_t i) const {
     return full(2 * Tile::kStages + 2 + i);
-  }
-
-  static constexpr bool kReadsRightScales =
-      Tile::kBlockScales && (Tile::kSwap || Tile::kScale == GemmScale::group);
-
-  __device__ __forceinline__ static float load_float(uint32_t shared) {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared));
-    return value;
-  }
-
-  __device__ __forceinline__ StageScales load_scales(int rep, int part) const {
-    return load_scales(rep, part, scales_, column_scales_, along_k_ ? 16 : 4);
-  }
-
-  // Scales of a block: of rows, `row_step` bytes apart, and of columns.
-  __device__ __forceinline__ StageScales load_scales(int rep, int part, uint32_t rows,
-                                                     uint32_t columns, uint32_t row_step) const {
-    StageScales scales;
-    if constexpr (Tile::kBlockScales) {
-      constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
-      const int first = (warpgroup_idx_ * kReps + rep) * 64;
-      const int low = first + warp_idx_ * 16 + lane_idx_ / 4;
-      if constexpr (Tile::kSwap && Tile::kScale == GemmScale::group) {
-        scales.low = load_float(columns + low * 4);
-        scales.high = load_float(columns + low * 4 + 32);
-      } else if constexpr (Tile::kSwap) {
-        scales.both = load_float(columns + column_scale(first) * 4);
-      } else {
-        scales.low = load_float(rows + low * row_step);
-        scales.high = load_float(rows + (low + 8) * row_step);
-        if constexpr (Tile::kScale == GemmScale::block && kHalvesDiffer) {
-          scales.both = load_float(columns);
-          scales.second = load_float(columns + 4);
-        } else if constexpr (Tile::kScale == GemmScale::block) {
-          static_assert(128 % kPartRows == 0, "columns of a part share their scale");
-          scales.both = load_float(columns + column_scale(part * kPartRows) * 4);
-        }
-      }
-      const int right = part * kPartRows + lane_idx_ % 4 * 2;
-      scales.right_step = Tile::kSwap ? row_step : 4;
-      scales.right = (Tile::kSwap ? rows : columns) + right * scales.right_step;
-    }
-    return scales;
-  }
-
-  // Index of the scale that row `local` of the tile's rows of B has.
-  __device__ __forceinline__ static constexpr int column_scale(int local) {
-    constexpr int kPerBox = ceil_div(Tile::kBoxRowsB, 128);
-    return local / Tile::kBoxRowsB * kPerBox + local % Tile::kBoxRowsB / 128;
-  }
-
-  // Gate and up columns of one part have a scale each.
-  static constexpr bool kHalvesDiffer =
-      !Tile::kSwap && Tile::kGated && Tile::kParts == 1 && Tile::kScale == GemmScale::block;
-
-  // Keeps the compiler from moving the scale across products.
-  __device__ __forceinline__ static float pinned(float scale) {
-    asm volatile("" : "+f"(scale));
-    return scale;
-  }
-
-  // Multiplies what all sums of a row share while products are made.
-  __device__ __forceinline__ static void combine(StageScales& scales) {
-    if constexpr (Tile::kBlockScales && !kHalvesDiffer) {
-      scales.low = pinned(scales.low * scales.both);
-      scales.high = pinned(scales.high * scales.both);
-      scales.both = 1.f;
-    }
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ static void promote(float (&sums)[kTiles][4], int first,
-                                                 const float (&products)[kCount][4],
-                                                 const StageScales& scales) {
-    float low = pinned(scales.low) * scales.both;
-    float high = pinned(scales.high) * scales.both;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      float (&sum)[4] = sums[first + j];
-      if (kHalvesDiffer && j == kCount / 2) {
-        low = scales.low * scales.second;
-        high = scales.high * scales.second;
-      }
-      if constexpr (!Tile::kBlockScales) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += products[j][i];
-      } else {
-        float2 right = make_float2(1.f, 1.f);
-        if constexpr (kReadsRightScales) {
-          const uint32_t address = scales.right + j * 8 * scales.right_step;
-          right = make_float2(load_float(address), load_float(address + scales.right_step));
-        }
-        sum[0] += products[j][0] * (low * right.x);
-        sum[1] += products[j][1] * (low * right.y);
-        sum[2] += products[j][2] * (high * right.x);
-        sum[3] += products[j][3] * (high * right.y);
-      }
-    }
   }
 
   const GemmKernelParams& params_;
@@ -485,14 +430,15 @@ class GemmConsumer {
   const uint32_t shared_;
   uint32_t remote_empty_ = 0;  // barrier of the first stage in the CTA that this lane tells
   uint64_t left_, right_;
-  int warpgroup_idx_, warp_idx_, lane_idx_;
+  GemmThread thread_;
   GemmRing<Tile::kStages> ring_;
   uint32_t four_phase_ = 0;
   GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1> scale_ring_;
-  // Scales of the latest block; a row's four blocks are neighbours, or a block's rows.
-  uint32_t scales_ = 0, column_scales_ = 0;
-  uint32_t awaited_scales_ = 0, awaited_phase_ = 0;  // barrier of the scales that find_next() found
-  bool along_k_ = false;
+  // Scales of the latest block; a row's blocks are neighbours, or a block's rows.
+  uint32_t scales_ = 0, column_scales_ = 0, first_scales_ = 0;
+  uint32_t found_scales_ = 0, found_phase_ = 0;  // their barrier
+  bool along_k_ = false, is_whole_ = false;
+  uint32_t row_pitch_ = Tile::kScaleBlocks * 4;
   uint32_t released_scales_ = 0;
 };
 

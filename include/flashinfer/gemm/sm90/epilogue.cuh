@@ -149,10 +149,13 @@ class GemmEpilogue {
         factor[i] = all * finish_.row_factor(work, work.row + left + 8 * i);
       }
     }
+    // Most products have no factor, and their multiplication would take as long as the rounding.
+    if (Tile::kScale == GemmScale::token_channel || all != 1.f) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[j][i] *= factor[i / 2];
+        for (int i = 0; i < 4; ++i) sums[j][i] *= factor[i / 2];
+      }
     }
     if constexpr (Tile::kScale == GemmScale::token_channel) {
 #pragma unroll
@@ -249,6 +252,7 @@ class GemmEpilogue {
     if (whole && thread_idx_ != 0) return;
 #pragma unroll 1
     for (int box = 0; box < Tile::kStoreBoxes; ++box) {
+      if (Tile::kThirds && box >= static_cast<int>(work.thirds)) break;
       buffer_ = buffers_ + box * Tile::kStoreBytes;
       const uint32_t row = work.row + (warpgroup_idx_ * kReps + box / kRepBoxes) * 64;
       const uint32_t column = work.column + box % kRepBoxes * Tile::kStoreRights;

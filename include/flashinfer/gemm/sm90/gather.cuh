@@ -56,15 +56,16 @@ class GemmGather {
   uint32_t rows_[kRows];
 };
 
-// How scales of rows are copied: by lanes, 4 bytes or 16 along k at a time, or as a box along k or
-// along rows by the copy engine, where memory and alignment allow it.
-enum class GemmScaleCopy : uint32_t { kWords, kAlongK, kBoxAlongK, kBoxAlongRows };
+// How scales of rows are copied: by lanes, 4 bytes or 16 along k at a time, or by the copy engine,
+// where memory and alignment allow it: as a box along k or along rows, or all of a tile's rows,
+// which are neighbours.
+enum class GemmScaleCopy : uint32_t { kWords, kAlongK, kBoxAlongK, kBoxAlongRows, kWhole };
 
 __host__ __device__ constexpr bool copies_box(GemmScaleCopy way) {
   return way == GemmScaleCopy::kBoxAlongK || way == GemmScaleCopy::kBoxAlongRows;
 }
 
-// Scales of a tile for four blocks of k: first those of the rows, a row's four next to each other
+// Scales of a tile for four blocks of k or 16: first those of the rows, a row's next to each other
 // (along k) or a block's rows next to each other, then those of the columns, block after block.
 //
 // A lane finds its column's scales once for a tile: warps that multiply share the multiprocessor's
@@ -93,7 +94,7 @@ class GemmScaleSource {
   // Copies `count` blocks from `block` on; absent scales become zero. Those of rows may be a box.
   __device__ __forceinline__ void copy(uint32_t target, uint32_t block, uint32_t count) const {
     const GemmScaleMatrix& a = params_.a_scale;
-    if (Tile::kGathers || !copies_box(way_)) {
+    if (Tile::kGathers || (!copies_box(way_) && way_ != GemmScaleCopy::kWhole)) {
       const float* rows = a.data + work_.batch * a.stride_batch + block * a.stride_k;
       if (way_ == GemmScaleCopy::kAlongK) {
         copy_along_k(target, rows);

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 0) init_gemm_barriers<Tile>(control);
   // The next kernel may start early, too: then what precedes this one has finished.
   if (!Tile::kHasTable) ptx::grid_launch_dependents();
-  if (!params.gemm.starts_early) ptx::grid_dependency_wait();
+  if (!Tile::kFewRows && !params.gemm.starts_early) ptx::grid_dependency_wait();
   if (Tile::kHasTable) ptx::grid_launch_dependents();
   GemmScheduler<Tile>::make_table(params.gemm, table);
   __syncthreads();

@@ -87,7 +87,7 @@ inline bool encode_maps(GemmKernelParams& kernel) {
   return true;
 }
 
-// How scales of A are copied: as boxes of one row's four blocks of k, or of one block's rows,
+// How scales of A are copied: as boxes of one row's blocks of k, or of one block's rows,
 // whichever are neighbours, if all of them begin at multiples of 16 bytes.
 template <typename Tile>
 inline void choose_scale_copy(GemmKernelParams& kernel) {
@@ -96,8 +96,8 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
   const GemmParams& p = kernel.gemm;
   const GemmScaleMatrix& s = p.a_scale;
   const uint32_t blocks = ceil_div(p.k, 128u);
-  // Lanes are as fast where a tile has few rows.
-  const bool along_k = s.stride_k == 1 && Tile::kTileRows >= 64;
+  // Lanes copy 16 bytes of few rows as fast.
+  const bool along_k = s.stride_k == 1 && (Tile::kFewRows || Tile::kTileRows >= 64);
   // Tiles begin wherever groups do; the last tile of a matrix ends with it.
   const bool along_rows =
       s.stride_row == 1 && p.m % 4 == 0 && (kBatches || kGroups == GemmGroups::indices);
@@ -108,15 +108,22 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
                                  {kBatches ? p.num_groups : 1, s.stride_batch, 1}};
     if (along_k) dims[0] = {p.m, s.stride_row, rows};
     kernel.box_rows_scale = rows;
-    if (ptx::encode_tensor_map<float>(kernel.a_scale, s.data, along_k ? blocks : p.m,
-                                      along_k ? Tile::kScaleBlocks : rows, dims,
-                                      CU_TENSOR_MAP_SWIZZLE_NONE)) {
+    if (Tile::kFewRows && along_k && blocks < Tile::kScaleBlocks && blocks % 4 == 0 &&
+        s.stride_row == blocks && s.stride_batch % 4 == 0 &&
+        reinterpret_cast<uint64_t>(s.data) % 16 == 0) {
+      kernel.scale_copy = GemmScaleCopy::kWhole;
+      return;
+    }
+    if (ptx::encode_tensor_map<float>(
+            kernel.a_scale, s.data, along_k ? blocks : p.m, along_k ? Tile::kScaleBlocks : rows,
+            dims,
+            along_k && Tile::kFewRows ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE)) {
       kernel.scale_copy = along_k ? GemmScaleCopy::kBoxAlongK : GemmScaleCopy::kBoxAlongRows;
       return;
     }
   }
-  if (reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 && s.stride_k == 1 &&
-      s.stride_row % 4 == 0 && blocks % 4 == 0) {
+  if (!Tile::kFewRows && reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 &&
+      s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) {
     kernel.scale_copy = GemmScaleCopy::kAlongK;
   }
 }
@@ -126,15 +133,25 @@ template <typename Tile>
 inline uint32_t make_schedule(GemmSchedule& schedule, const GemmParams& p, uint32_t clusters) {
   constexpr uint32_t kUnitRows = Tile::kTileRows * Tile::kClusterRows;
   constexpr uint32_t kUnitColumns = Tile::kOutColumns * Tile::kClusterColumns;
-  schedule.num_columns = ceil_div(Tile::kGated ? p.n / 2 : p.n, kUnitColumns);
+  uint32_t num_columns = ceil_div(Tile::kGated ? p.n / 2 : p.n, kUnitColumns);
+  const bool has_rest = Tile::kThirds && p.n % kUnitColumns != 0;
   schedule.num_rows = ceil_div(p.m, kUnitRows);
   const uint32_t batches = Tile::kGroups == GemmGroups::batch ? p.num_groups : 1;
-  schedule.num_tiles = schedule.num_columns * schedule.num_rows * batches;
+  const uint32_t per_batch = schedule.num_rows * num_columns;
+  schedule.num_tiles = per_batch * batches;
+  if (has_rest) --num_columns;
+  schedule.rest_thirds = ceil_div(p.n % kUnitColumns, 64u * Tile::kClusterColumns);
+  schedule.rest_column = num_columns * kUnitColumns;
+  schedule.rest_begin = num_columns * schedule.num_rows;
   // Rows and columns of the tiles at work together take about as many bytes.
   uint32_t band = 1;
   while ((band + 1) * (band + 1) * kUnitRows <= clusters * kUnitColumns) ++band;
-  schedule.band = band;
-  if (Tile::kHasTable) return clusters;
+  const auto divisor = [](uint32_t d) { return FastDivisor(d > 0 ? d : 1); };
+  schedule.num_columns = divisor(num_columns);
+  schedule.band = divisor(band);
+  schedule.per_band = divisor(band * num_columns);
+  schedule.per_batch = divisor(per_batch);
+  if (Tile::kHasTable || has_rest) return clusters;
   // The number of clusters with which all of them work equally long.
   const uint32_t rounds = ceil_div(schedule.num_tiles, clusters);
   return ceil_div(schedule.num_tiles, rounds);

@@ -37,8 +37,8 @@ struct GemmBlocks {
       first = 0;
       count = blocks;
     } else {
-      // Whole units of the blocks whose scales come together.
-      constexpr uint32_t kUnit = Tile::kBlockScales ? Tile::kScaleBlocks : 1;
+      // Whole units of the blocks that are multiplied together.
+      constexpr uint32_t kUnit = Tile::kBlockScales ? Tile::kFour : 1;
       const uint32_t split = GemmPlace<Tile>().split, units = ceil_div(blocks, kUnit);
       const uint32_t end = units * (split + 1) / Tile::kSplits * kUnit;
       first = units * split / Tile::kSplits * kUnit;
@@ -89,23 +89,25 @@ class GemmProducer {
     const uint64_t policy = streams ? ptx::l2_evict_first() : normal;
     const uint32_t bytes_a = params_.parts_a * params_.box_rows_a * 128;
     GemmGather<Tile> gather(params);
-    // Weights are asked for before the rows' numbers are read, too.
-    uint32_t ahead = kGathers || params.starts_early ? load_weights_ahead(thread_idx, policy) : 0;
-    GemmWork work;
-    while (scheduler_.next(work)) {
+    uint32_t ahead = 0;
+    bool waits = false;
+    const auto load_tile = [&](const GemmWork& work) {
       uint32_t row = work.row;
       if (Tile::kSharedA > 1) row += place_.column * (Tile::kTileRows / Tile::kSharedA);
       if constexpr (kGathers) gather.find(work, thread_idx);
       GemmScaleSource<Tile> scales(params, params_.scale_copy, work, thread_idx % 32);
-      for (uint32_t i = 0; i < blocks_.count; ++i) {
+      const auto load_block = [&](uint32_t i) {
         ptx::mbarrier_wait_soon(empty(ring.stage), ring.phase ^ 1);
         const uint32_t barrier = full(ring.stage), block = blocks_.first + i;
         const int x = block * Tile::kTileK;
         const uint32_t a = shared_ + ring.stage * Tile::kStageBytes;
         if (thread_idx < 32 && ptx::elect_one()) {
           if (ahead == 0) {
-            ptx::mbarrier_arrive_expect(barrier, Tile::kBytesB + (kGathers ? 0 : bytes_a));
+            ptx::mbarrier_arrive_expect(barrier, bytes_b(work) + (kGathers ? 0 : bytes_a));
           }
+          // As late as can be: what follows are few instructions, which have yet to be fetched.
+          if (Tile::kFewRows && waits) ptx::grid_dependency_wait();
+          waits = false;
           if (!kGathers && place_.column < params_.parts_a) {
             copy_box<Tile::kSharedA, Tile::kTileRows>(params_.a, a, barrier, x, row, work.batch,
                                                       place_.column, place_.readers_of_a(), normal);
@@ -121,7 +123,24 @@ class GemmProducer {
           ptx::mbarrier_arrive_copies(barrier);
         }
         ring.advance();
+      };
+      if constexpr (Tile::kFewRows) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < blocks_.count; ++i) load_block(i);
+      } else {
+        for (uint32_t i = 0; i < blocks_.count; ++i) load_block(i);
       }
+    };
+    GemmWork work;
+    if constexpr (Tile::kFewRows) {
+      bool exists = scheduler_.next(work);
+      if (exists && params.starts_early) ahead = load_weights(work, thread_idx, policy);
+      waits = true;
+      for (; exists; exists = scheduler_.next(work)) load_tile(work);
+    } else {
+      // Weights are asked for before the rows' numbers are read, too.
+      if (kGathers || params.starts_early) ahead = load_weights_ahead(thread_idx, policy);
+      while (scheduler_.next(work)) load_tile(work);
     }
     // Waits until the other CTAs have read what this one loaded for them.
     for (int i = 0; Tile::kMulticast > 1 && i < Tile::kStages; ++i) {
@@ -136,25 +155,35 @@ class GemmProducer {
     GemmScheduler<Tile> scheduler = scheduler_;
     GemmWork work;
     uint32_t count = 0;
-    if (scheduler.next(work)) {
-      count = blocks_.count < Tile::kStages ? blocks_.count : Tile::kStages;
-      if (thread_idx < 32 && ptx::elect_one()) {
-        const uint32_t bytes_a = Tile::kGathers ? 0 : params_.parts_a * params_.box_rows_a * 128;
-        for (uint32_t i = 0; i < count; ++i) {
-          ptx::mbarrier_arrive_expect(full(i), Tile::kBytesB + bytes_a);
-          load_columns(work, shared_ + i * Tile::kStageBytes + Tile::kBytesA, full(i),
-                       (blocks_.first + i) * Tile::kTileK, policy);
-        }
-      }
-    }
+    if (scheduler.next(work)) count = load_weights(work, thread_idx, policy);
     ptx::grid_dependency_wait();
     return count;
+  }
+
+  // Fills the ring with weights of the first tile, and gives the number of stages.
+  __device__ __forceinline__ uint32_t load_weights(const GemmWork& work, int thread_idx,
+                                                   uint64_t policy) const {
+    const uint32_t count = blocks_.count < Tile::kStages ? blocks_.count : Tile::kStages;
+    if (thread_idx < 32 && ptx::elect_one()) {
+      const uint32_t bytes_a = Tile::kGathers ? 0 : params_.parts_a * params_.box_rows_a * 128;
+      for (uint32_t i = 0; i < count; ++i) {
+        ptx::mbarrier_arrive_expect(full(i), bytes_b(work) + bytes_a);
+        load_columns(work, shared_ + i * Tile::kStageBytes + Tile::kBytesA, full(i),
+                     (blocks_.first + i) * Tile::kTileK, policy);
+      }
+    }
+    return count;
+  }
+
+  __device__ __forceinline__ static uint32_t bytes_b(const GemmWork& work) {
+    return Tile::kThirds ? work.thirds * Tile::kBoxRowsB * 128 : Tile::kBytesB;
   }
 
   __device__ __forceinline__ void load_columns(const GemmWork& work, uint32_t target,
                                                uint32_t barrier, int x, uint64_t policy) const {
 #pragma unroll
     for (int box = 0; box < Tile::kBoxesB; ++box) {
+      if (Tile::kThirds && box >= static_cast<int>(work.thirds)) break;
       uint32_t row = work.row_of_b<Tile>(box * Tile::kBoxRowsB, params_.gemm.n);
       if (Tile::kSharedB > 1) row += place_.row * (Tile::kBoxRowsB / Tile::kSharedB);
       copy_box<Tile::kSharedB, Tile::kBoxRowsB>(params_.b, target + box * Tile::kBoxRowsB * 128,
@@ -180,7 +209,7 @@ class GemmProducer {
   using ScaleRing = GemmRing<Tile::kBlockScales ? Tile::kScaleStages : 1>;
 
   __device__ __forceinline__ void load_scales(int lane_idx) {
-    if (params_.gemm.starts_early) ptx::grid_dependency_wait();
+    if (!Tile::kFewRows && params_.gemm.starts_early) ptx::grid_dependency_wait();
     ScaleRing ring;
     GemmWork work;
     while (scheduler_.next(work)) {
@@ -200,13 +229,24 @@ class GemmProducer {
     ptx::mbarrier_wait_soon(barrier + 4 * 8, ring.phase ^ 1);
     const uint32_t target = shared_ + Tile::kOffsetScales + ring.stage * Tile::kScaleBytes;
     const uint32_t block = blocks_.first + first, left = blocks_.count - first;
+    if constexpr (Tile::kFewRows) ptx::grid_dependency_wait();
+    const uint32_t count = left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks;
+    // Columns' come from memory, which takes longer than L2, where the rows' often are.
+    if constexpr (Tile::kFewRows) scales.copy(target, block, count);
     if (!Tile::kGathers && copies_box(params_.scale_copy) && ptx::elect_one()) {
       const bool along_k = params_.scale_copy == GemmScaleCopy::kBoxAlongK;
       ptx::mbarrier_expect(barrier, params_.box_rows_scale * Tile::kScaleBlocks * 4);
       ptx::tma_load(target, &params_.a_scale, barrier, along_k ? block : work.row,
                     along_k ? work.row : block, work.batch);
     }
-    scales.copy(target, block, left < Tile::kScaleBlocks ? left : Tile::kScaleBlocks);
+    if (Tile::kFewRows && params_.scale_copy == GemmScaleCopy::kWhole && ptx::elect_one()) {
+      const GemmScaleMatrix& a = params_.gemm.a_scale;
+      const uint32_t bytes = params_.box_rows_scale * static_cast<uint32_t>(a.stride_row) * 4;
+      ptx::mbarrier_expect(barrier, bytes);
+      ptx::bulk_load(target, a.data + work.batch * a.stride_batch + work.row * a.stride_row, bytes,
+                     barrier);
+    }
+    if constexpr (!Tile::kFewRows) scales.copy(target, block, count);
     ptx::mbarrier_arrive_copies(barrier);
     ring.advance();
   }

@@ -8,17 +8,22 @@
 // Measurements, also of what lost: docs/tuning/gemm.md.
 #pragma once
 
+#include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/gemm/sm90/tile.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 
 namespace flashinfer {
 
-// Sizes that every scheduler gets from the launch.
+// Sizes that every scheduler gets from the launch. Nothing is multiplied while a tile is found, so
+// there are no divisions.
 struct GemmSchedule {
-  uint32_t num_columns;  // tiles along a row of D, in clusters
-  uint32_t num_rows;     // tiles along a column of D, in clusters; not by offsets or masked
-  uint32_t num_tiles;    // of all batches; not by offsets or masked
-  uint32_t band;         // rows of tiles that are at work together
+  FastDivisor num_columns;  // tiles along a row of D, in clusters
+  uint32_t num_rows;        // tiles along a column of D, in clusters; not by offsets or masked
+  uint32_t num_tiles;       // of all batches; not by offsets or masked
+  FastDivisor band;         // rows of tiles that are at work together
+  FastDivisor per_band, per_batch;  // tiles
+  // One more column of tiles has so many thirds, begins there, and comes after so many tiles.
+  uint32_t rest_thirds, rest_column, rest_begin;
 };
 
 // Totals before a group: rows of tiles, in clusters, and rows of A.
@@ -30,8 +35,9 @@ struct GemmWork {
   uint32_t row, column;  // of D where this CTA's tile begins
   // Rows of the group; the tile may begin before them, so that it does not end after A.
   uint32_t row_begin, row_end;
-  uint32_t batch;  // of A and D
-  uint32_t group;  // of B
+  uint32_t batch;   // of A and D
+  uint32_t group;   // of B
+  uint32_t thirds;  // that the tile has, of 64 columns
 
   // The row of B (of `n`) that is row `local` of the tile.
   template <typename Tile>
@@ -58,8 +64,8 @@ class GemmScheduler {
       : params_(params), schedule_(schedule), table_(table) {
     index_ = blockIdx.x / Tile::kCluster;
     stride_ = gridDim.x / Tile::kCluster;
-    num_tiles_ =
-        kHasTable ? table[params.num_groups].tiles * schedule.num_columns : schedule.num_tiles;
+    num_tiles_ = kHasTable ? table[params.num_groups].tiles * schedule.num_columns.divisor
+                           : schedule.num_tiles;
   }
 
   // The next tile; false if there is none.
@@ -132,14 +138,22 @@ class GemmScheduler {
 
   // Position of the cluster's tile `i` among `num_rows` rows of tiles.
   __device__ __forceinline__ void place(uint32_t i, uint32_t num_rows, GemmWork& work) const {
-    const uint32_t per_band = schedule_.band * schedule_.num_columns;
-    const uint32_t band = i / per_band;
-    const uint32_t first = band * schedule_.band;
-    const uint32_t width = num_rows - first < schedule_.band ? num_rows - first : schedule_.band;
-    const uint32_t within = i - band * per_band;
-    const uint32_t column = within / width;
-    work.row = (first + within - column * width) * kUnitRows;
+    work.thirds = 3;
     work.row_begin = 0;
+    if (Tile::kThirds && i >= schedule_.rest_begin) {
+      work.thirds = schedule_.rest_thirds;
+      work.row = (i - schedule_.rest_begin) * kUnitRows;
+      work.column = schedule_.rest_column;
+      if (Tile::kClusterRows > 1) work.row += place_.row * Tile::kTileRows;
+      if (Tile::kClusterColumns > 1) work.column += place_.column * work.thirds * 64;
+      return;
+    }
+    const uint32_t most = schedule_.band.divisor, band = schedule_.per_band.divide(i);
+    const uint32_t first = band * most;
+    const uint32_t width = num_rows - first < most ? num_rows - first : most;
+    const uint32_t within = i - band * schedule_.per_band.divisor;
+    const uint32_t column = width == most ? schedule_.band.divide(within) : within / width;
+    work.row = (first + within - column * width) * kUnitRows;
     work.column = column * kUnitColumns;
     if (Tile::kClusterRows > 1) work.row += place_.row * Tile::kTileRows;
     if (Tile::kClusterColumns > 1) work.column += place_.column * Tile::kOutColumns;
@@ -147,7 +161,7 @@ class GemmScheduler {
 
   __device__ __forceinline__ bool locate(uint32_t index, GemmWork& work) const {
     if constexpr (kHasTable) {
-      const uint32_t row_tile = index / schedule_.num_columns;
+      const uint32_t row_tile = schedule_.num_columns.divide(index);
       uint32_t low = 0, high = params_.num_groups;  // low's tiles <= row_tile < high's
       while (high - low > 1) {
         const uint32_t middle = (low + high) / 2;
@@ -158,7 +172,7 @@ class GemmScheduler {
         }
       }
       const GemmTableEntry first = table_[low], last = table_[low + 1];
-      place(index - first.tiles * schedule_.num_columns, last.tiles - first.tiles, work);
+      place(index - first.tiles * schedule_.num_columns.divisor, last.tiles - first.tiles, work);
       work.row_end = last.rows - first.rows;
       work.batch = kGroups == GemmGroups::masked ? low : 0;
       if (kGroups != GemmGroups::masked) {
@@ -174,9 +188,8 @@ class GemmScheduler {
       move_inside(work);
       return work.group < params_.num_weights;
     } else {
-      const uint32_t per_batch = schedule_.num_rows * schedule_.num_columns;
-      const uint32_t batch = index / per_batch;
-      place(index - batch * per_batch, schedule_.num_rows, work);
+      const uint32_t batch = schedule_.per_batch.divide(index);
+      place(index - batch * schedule_.per_batch.divisor, schedule_.num_rows, work);
       work.row_end = params_.m;
       work.batch = batch;
       work.group = batch;

@@ -38,13 +38,18 @@ struct GemmTile : Config {
   static constexpr int kTiles = kRightRows / 8;
   static_assert(kReps * 64 * kConsumers == kLeftRows && kTiles * 8 == kRightRows);
 
+  // A tile of 192 columns in one product. The last columns of a matrix may have one of one or two
+  // thirds, which takes as much less time.
+  static constexpr bool kThirds = kScale == GemmScale::block && kTileColumns == 192 && !kSwap;
+
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kThreads = kConsumerThreads + 128;
   // Threads that copy scales and rows hold more addresses than one that asks the copy engine.
   static constexpr int kProducerRegisters =
-      Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
-      : Config::kGathers                                                       ? 56
-                                                                               : 40;
+      kThirds                                                                    ? 56
+      : Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
+      : Config::kGathers                                                         ? 56
+                                                                                 : 40;
   static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
   // A single consumer has the most registers per thread from the start.
   static constexpr bool kMovesRegisters = kConsumers > 1;
@@ -53,14 +58,19 @@ struct GemmTile : Config {
   // are added up in float32.
   static constexpr bool kPromotes = kElement == 1;
   // Products that wait for promotion take registers besides the sums.
-  static constexpr int kParts = kTiles > 16 ? 2 : 1;
   static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
+  static constexpr int kParts = kTiles > 16 && !kThirds ? 2 : 1;
   static_assert(!kBlockScales || kPromotes);
   // Rows of A come through an index map: threads copy them, where else the copy engine does.
   static constexpr bool kGathers = Config::kGathers;
   static constexpr GemmActivation kActivation = Config::kActivation;
   static constexpr bool kGated = is_gated(kActivation);
   static constexpr bool kGrouped = Config::kGroups != GemmGroups::batch;
+  // Small tiles of one matrix, for few rows. They are found before the wait for the preceding
+  // kernel, and more scales are copied at a time: docs/tuning/gemm_few.md.
+  static constexpr bool kFewRows =
+      kScale == GemmScale::block && !kGrouped && !kGathers && !kGated && sizeof(D) == 2 &&
+      kTileRows * kTileColumns <= 128 * 128 && kReps == 1 && kParts == 1;
 
   // CTAs of a cluster share an operand by multicast, split k among them, or both.
   static constexpr int kMulticast = kClusterRows * kClusterColumns;
@@ -71,7 +81,10 @@ struct GemmTile : Config {
 
   // B's rows of a tile come in boxes; where the activation is gated, gate and up rows take turns,
   // so that a thread has both sums.
-  static constexpr int kBoxRowsB = !kGated ? kTileColumns : kSwap ? 64 : kTileColumns / 2;
+  static constexpr int kBoxRowsB = kThirds   ? 64
+                                   : !kGated ? kTileColumns
+                                   : kSwap   ? 64
+                                             : kTileColumns / 2;
   static constexpr int kBoxesB = kTileColumns / kBoxRowsB;
   static_assert(!kGated || !kSwap || kReps == 2, "a warpgroup has 64 gate rows and their up rows");
   static constexpr int kOutColumns = kGated ? kTileColumns / 2 : kTileColumns;
@@ -115,12 +128,15 @@ struct GemmTile : Config {
   // A block of k has one scale for each row, and this many for the columns.
   static constexpr int kColumnScales =
       kScale == GemmScale::group ? kTileColumns : kBoxesB * ceil_div(kBoxRowsB, 128);
-  // Scales are copied for four blocks of k at a time, since less than 16 bytes is no box.
-  static constexpr int kScaleBlocks = 4;
-  static constexpr int kScaleStages = !kBlockScales ? 0 : kTileRows > 128 ? 2 : 4;
+  // Consumers of few sums multiply so many blocks of k without finding each one's place.
+  static constexpr int kFour = 4;
+  // Scales are copied for four blocks of k at a time, since less than 16 bytes is no box. 64 bytes
+  // of a row take the copy engine no longer, which small tiles keep busy (docs/tuning/gemm_few.md).
+  static constexpr int kScaleBlocks = kFewRows ? 16 : 4;
+  static constexpr int kScaleStages = !kBlockScales ? 0 : kFewRows || kTileRows > 128 ? 2 : 4;
   static constexpr int kColumnScaleBytes = round_up(kColumnScales * 4, 16);
   static constexpr int kScaleBytes =
-      round_up(kScaleBlocks * (kTileRows * 4 + kColumnScaleBytes), 128);
+      round_up(kScaleBlocks * (kTileRows * 4 + kColumnScaleBytes), kFewRows ? 512 : 128);
 
   static constexpr int kMaxGroups = 1024;
   static constexpr bool kHasTable = Config::kGroups == GemmGroups::offsets ||
@@ -139,21 +155,22 @@ struct GemmTile : Config {
   static constexpr bool kStoresWhole = kStagesOutput && !kQuantizes && !kGated && !kSwap &&
                                        kSplits == 1 && kTileRows * kTileColumns > 128 * 128 &&
                                        fitting_stages(kStoreBoxes) == fitting_stages(1);
+  static_assert(kStoresWhole || !kThirds, "tiles of fewer thirds are stored as wholes alone");
   // With two buffers a warpgroup fills one while the other is stored, but a stage is worth more.
   static constexpr int kStoreBuffers = kStoresWhole                             ? kStoreBoxes
                                        : fitting_stages(2) == fitting_stages(1) ? 2
                                                                                 : 1;
   static constexpr int kFitting = fitting_stages(kStoreBuffers);
   // Consumers of few sums take the stages of four blocks whose scales come together.
-  static constexpr int kStages = kBlockScales && kFitting >= 2 * kScaleBlocks
-                                     ? kFitting / kScaleBlocks * kScaleBlocks
-                                     : kFitting;
+  static constexpr int kStages =
+      kBlockScales && kFitting >= 2 * kFour ? kFitting / kFour * kFour : kFitting;
   static_assert(kStages >= 2, "two stages do not fit");
 
   static constexpr int kOffsetStore = kStages * kStageBytes;
   static constexpr int kOffsetPartial = kOffsetStore + kStoreBuffers * kConsumers * kStoreBytes;
   static constexpr int kOffsetMaxima = kOffsetPartial + kPartialBytes;
   static constexpr int kOffsetScales = kOffsetMaxima + kMaximaBytes;
+  static_assert(!kFewRows || kOffsetScales % 512 == 0, "the copy engine swizzles 512 bytes");
   static constexpr int kOffsetTable = kOffsetScales + kScaleStages * kScaleBytes;
   static constexpr int kOffsetControl = kOffsetTable + kTableBytes;
 };
