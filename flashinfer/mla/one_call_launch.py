@@ -13,7 +13,7 @@ from .._attention.checks import scalar
 from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
 from .._common.driver import get_device_sm_count, get_stream_sm_count
-from .._common.dtypes import torch_name
+from .._common.dtypes import HALF, check_dtype, torch_name
 from ..jit.attention.mla import (
     FLOAT8,
     get_mla_device_plan_module,
@@ -299,6 +299,8 @@ def read_one_call(
             f"`out` must be contiguous with shape {list(out_shape)}, got {list(out.shape)} with "
             f"strides {list(out.stride())}"
         )
+    else:
+        check_dtype("out", out.dtype, HALF)
     scales = (scalar("bmm1_scale", bmm1_scale), scalar("bmm2_scale", bmm2_scale))
     if scales[0] <= 0.0:
         raise ValueError(f"`bmm1_scale` must be positive, got {scales[0]}")
