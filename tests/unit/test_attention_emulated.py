@@ -38,8 +38,6 @@ SUBSTITUTIONS = {
     "flashinfer/common/exp2.cuh": {
         'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = exp2f(x);",
         'asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = log2f(x);",
-    },
-    "flashinfer/attention/math.cuh": {
         'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.f / x;",
     },
     "flashinfer/attention/portable/attention.cuh": {

@@ -9,12 +9,10 @@ from tests.unit.test_attention_emulated import Emulator, emulator
 __all__ = ["emulator"]  # a fixture
 
 PRE, POST = "flashinfer/mhc/mhc_pre.cuh", "flashinfer/mhc/mhc_post.cuh"
-RECIPROCAL = 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));'
 
 
 def find_fault(emulator: Emulator, full: bool) -> str:
     """What the emulation says; empty if all is right."""
-    emulator.substitute(PRE, RECIPROCAL, "y = 1.f / x;")
     program = emulator.build("mhc_emulation.cc", ["-DEMULATION_ARCH=900"])
     done = emulator.call([program, "40" if full else "10"])
     return f"exit status {done.returncode}: {done.stdout}{done.stderr}" if done.returncode else ""

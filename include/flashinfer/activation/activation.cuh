@@ -7,6 +7,7 @@
 #pragma once
 
 #include <flashinfer/activation/activation_params.h>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
@@ -25,9 +26,7 @@ __device__ __forceinline__ float sigmoid(float x) {
   const float numerator = x < 0.f ? t : 1.f;
   if constexpr (kExact) return numerator / (1.f + t);
   // The divisor is between 1 and 2: the division intrinsic would handle a range that is not needed.
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + t));
-  return numerator * reciprocal;
+  return numerator * math::ptx_rcp(1.f + t);
 }
 
 // erfc(z) for z >= 0 with a relative error of 1.2e-7 plus that of the approximate exponential: the
@@ -57,10 +56,7 @@ struct silu {
 
 // SiLU for an 8-bit result in half the instructions: results below 2^-120 become 0.
 __device__ __forceinline__ float silu_for_8_bits(float x) {
-  float t, reciprocal;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(x * -1.4426950408889634f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + t));
-  return x * reciprocal;
+  return x * math::ptx_rcp(1.f + math::ptx_exp2(x * -math::log2e));
 }
 
 // x * Phi(x)

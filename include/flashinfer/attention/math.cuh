@@ -10,12 +10,6 @@ namespace flashinfer::math {
 inline constexpr float loge2 = 0.693147180559945309417f;
 inline constexpr float nan = __builtin_nanf("");
 
-__device__ __forceinline__ float ptx_rcp(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // unit * c * tanh(scale * s / c) without a division: near 0 a polynomial in the square of s,
 // elsewhere (1 - e) / (1 + e) with e = exp(-2 |x|), where the quotient is a polynomial in e, so
 // that one exponential is all that leaves the multipliers. The error is below 1.2e-5 unit c.

@@ -1,4 +1,5 @@
-// Fast exponential and logarithm to base 2, under the names that attention variants use.
+// Fast exponential and logarithm to base 2, and reciprocal, under the names that attention variants
+// use.
 #pragma once
 
 namespace flashinfer::math {
@@ -16,6 +17,12 @@ __device__ __forceinline__ float ptx_exp2(float x) {
 __device__ __forceinline__ float ptx_log2(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float ptx_rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -1,6 +1,7 @@
 // The step between a product and its result: one value from one sum, or from a gate and a value.
 #pragma once
 
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/gemm/gemm_params.h>
 
 namespace flashinfer {
@@ -32,14 +33,9 @@ __device__ __forceinline__ float activate_pair(const GemmGate& constants, float 
   }
   gate = fminf(gate, constants.limit);
   value = fminf(fmaxf(value, -constants.limit), constants.limit);
-  float sigmoid;
-  if constexpr (kFor8Bits) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * (constants.alpha * -1.44269504f)));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.f + power));
-  } else {
-    sigmoid = 1.f / (1.f + __expf(-constants.alpha * gate));
-  }
+  const float sigmoid =
+      kFor8Bits ? math::ptx_rcp(1.f + math::ptx_exp2(gate * (constants.alpha * -math::log2e)))
+                : 1.f / (1.f + __expf(-constants.alpha * gate));
   return gate * sigmoid * (value + constants.beta);
 }
 

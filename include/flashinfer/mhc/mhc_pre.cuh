@@ -12,6 +12,7 @@
 
 #include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/device_info.h>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
@@ -25,12 +26,6 @@ struct MhcPreShared {
   float squares[32];  // of each warp's columns
   float pre[kMhcStreams];
 };
-
-__device__ __forceinline__ float mhc_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Alternately divides columns and rows of `m` by their sums plus `eps`, columns first: `repeat`
 // times columns, in between rows. Only factors of rows and columns are kept, m[i][j] * row[i] *
@@ -48,7 +43,7 @@ __device__ __forceinline__ void mhc_sinkhorn(float (&m)[kMhcStreams][kMhcStreams
       inv_column[j] *= eps;
 #pragma unroll
       for (int i = 0; i < n; ++i) inv_column[j] += m[i][j] * row[i];
-      column[j] = mhc_reciprocal(inv_column[j]);
+      column[j] = math::ptx_rcp(inv_column[j]);
     }
     if (step + 1 >= repeat) break;
 #pragma unroll
@@ -56,7 +51,7 @@ __device__ __forceinline__ void mhc_sinkhorn(float (&m)[kMhcStreams][kMhcStreams
       inv_row[i] *= eps;
 #pragma unroll
       for (int j = 0; j < n; ++j) inv_row[i] += m[i][j] * column[j];
-      row[i] = mhc_reciprocal(inv_row[i]);
+      row[i] = math::ptx_rcp(inv_row[i]);
     }
   }
 #pragma unroll

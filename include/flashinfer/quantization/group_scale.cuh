@@ -8,6 +8,7 @@
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/common/float4.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <type_traits>
@@ -125,8 +126,7 @@ __device__ __forceinline__ float divide(float x, float y, float reciprocal) {
 
 // 1 / y, correctly rounded, where y and its reciprocal are normal.
 __device__ __forceinline__ float reciprocal_of(float y) {
-  float estimate;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(y));
+  const float estimate = math::ptx_rcp(y);
   return fmaf(estimate, -fmaf(estimate, y, -1.f), estimate);
 }
 
