@@ -257,9 +257,9 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     units = row_units * column_units
     rounds: float = math.ceil(units / _CLUSTERS[cluster])
     has_thirds = config.tile_columns == 192 and config.scale == "block"
-    if has_thirds and columns % (out_columns * config.cluster_columns):
+    rest = columns % (out_columns * config.cluster_columns)
+    if has_thirds and rest:
         # The last column of tiles comes last, and takes a bit more than a third of the time or two.
-        rest = columns % (out_columns * config.cluster_columns)
         thirds = -(-rest // (64 * config.cluster_columns))
         rounds = math.ceil((units - row_units) / _CLUSTERS[cluster])
         after = units - rounds * _CLUSTERS[cluster]

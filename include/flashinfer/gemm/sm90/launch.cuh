@@ -96,6 +96,7 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
   const GemmParams& p = kernel.gemm;
   const GemmScaleMatrix& s = p.a_scale;
   const uint32_t blocks = ceil_div(p.k, 128u);
+  const bool aligned = reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0;
   // Lanes copy 16 bytes of few rows as fast.
   const bool along_k = s.stride_k == 1 && (Tile::kFewRows || Tile::kTileRows >= 64);
   // Tiles begin wherever groups do; the last tile of a matrix ends with it.
@@ -109,8 +110,7 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
     if (along_k) dims[0] = {p.m, s.stride_row, rows};
     kernel.box_rows_scale = rows;
     if (Tile::kFewRows && along_k && blocks < Tile::kScaleBlocks && blocks % 4 == 0 &&
-        s.stride_row == blocks && s.stride_batch % 4 == 0 &&
-        reinterpret_cast<uint64_t>(s.data) % 16 == 0) {
+        s.stride_row == blocks && aligned) {
       kernel.scale_copy = GemmScaleCopy::kWhole;
       return;
     }
@@ -122,8 +122,7 @@ inline void choose_scale_copy(GemmKernelParams& kernel) {
       return;
     }
   }
-  if (!Tile::kFewRows && reinterpret_cast<uint64_t>(s.data) % 16 == 0 && s.stride_batch % 4 == 0 &&
-      s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) {
+  if (!Tile::kFewRows && aligned && s.stride_k == 1 && s.stride_row % 4 == 0 && blocks % 4 == 0) {
     kernel.scale_copy = GemmScaleCopy::kAlongK;
   }
 }

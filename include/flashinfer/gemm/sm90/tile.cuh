@@ -58,8 +58,8 @@ struct GemmTile : Config {
   // are added up in float32.
   static constexpr bool kPromotes = kElement == 1;
   // Products that wait for promotion take registers besides the sums.
-  static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
   static constexpr int kParts = kTiles > 16 && !kThirds ? 2 : 1;
+  static constexpr bool kBlockScales = kScale == GemmScale::block || kScale == GemmScale::group;
   static_assert(!kBlockScales || kPromotes);
   // Rows of A come through an index map: threads copy them, where else the copy engine does.
   static constexpr bool kGathers = Config::kGathers;
@@ -161,7 +161,7 @@ struct GemmTile : Config {
                                        : fitting_stages(2) == fitting_stages(1) ? 2
                                                                                 : 1;
   static constexpr int kFitting = fitting_stages(kStoreBuffers);
-  // Consumers of few sums take the stages of four blocks whose scales come together.
+  // Consumers of few sums take the stages of four blocks together.
   static constexpr int kStages =
       kBlockScales && kFitting >= 2 * kFour ? kFitting / kFour * kFour : kFitting;
   static_assert(kStages >= 2, "two stages do not fit");
