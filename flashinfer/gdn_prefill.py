@@ -11,9 +11,9 @@ import torch
 
 from ._common.checks import count as check_count
 from ._common.checks import tensor as check_tensor
-from ._common.dtypes import FLOAT, HALF, check_dtype
+from ._common.dtypes import FLOAT, check_dtype
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, destination, resolve_scale
+from ._linear_attention.checks import check_backend, check_operands, destination, resolve_scale
 from ._linear_attention.chunk_delta_rule import (
     CHUNK_SIZE,
     has_room_for_chunks,
@@ -117,8 +117,7 @@ def chunk_gated_delta_rule(
         If an argument is not as listed above.
     """
     check_backend(backend, "auto", "flashinfer")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, check_tensor(name, tensor, 3).dtype, HALF)
+    check_operands(3, q=q, k=k, v=v)
     cu_seqlens = check_tensor("cu_seqlens", cu_seqlens, 1)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, 4)
@@ -219,8 +218,7 @@ def chunk_gated_delta_product(
     check_backend(backend, "auto")
     steps = check_count("num_householder", num_householder)
     bounds = check_tensor("cu_seqlens", cu_seqlens, 1) * steps
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, check_tensor(name, tensor, 3).dtype, HALF)
+    check_operands(3, q=q, k=k, v=v)
     tokens, heads = q.shape[0], max(q.shape[1], v.shape[1])
     if v.shape[0] != steps * tokens:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._common.checks import tensor as check_tensor
+from .._common.dtypes import HALF, check_dtype
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -47,6 +48,12 @@ def destination(
     if out.dtype != like.dtype:
         raise ValueError(f"`{name}` must have dtype {like.dtype}, got {out.dtype}")
     return out
+
+
+def check_operands(ndim: int, **operands: Any) -> None:
+    """Queries, keys and values: tensors of so many dimensions, of 16 bits."""
+    for name, operand in operands.items():
+        check_dtype(name, check_tensor(name, operand, ndim).dtype, HALF)
 
 
 def check_slots(name: str, slots: Any, *ndims: int) -> torch.Tensor:

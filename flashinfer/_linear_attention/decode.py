@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._common.checks import tensor as check_tensor
-from .._common.dtypes import HALF, check_dtype
-from .checks import destination, resolve_scale
+from .checks import check_operands, destination, resolve_scale
 from .delta_rule import GateForm, Gates, States, run_delta_rule
 
 
@@ -28,8 +27,7 @@ def run_decode(
     key_major: bool = False,
 ) -> torch.Tensor:
     """The output; `gates` are A_log, a, dt_bias and b, the rest is as for the public functions."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, check_tensor(name, tensor, 4).dtype, HALF)
+    check_operands(4, q=q, k=k, v=v)
     batch, tokens = v.shape[:2]
     out = destination("output", output, tuple(v.shape), v)
     per_batch = _check_intermediate(intermediate, batch, tokens)

@@ -16,6 +16,7 @@ import torch
 from ..._common.cache_layout import is_hnd
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
+from ..._common.checks import named
 from ..._common.checks import tensor as check_tensor
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.pod import pod_run_trace
@@ -36,7 +37,6 @@ from .two_parts import (
     RunOptions,
     TwoPartWrapper,
     check_planned_options,
-    errors_of_part,
     mask_of_part,
     with_run_options,
 )
@@ -362,9 +362,9 @@ class PODWithPagedKVCacheWrapper(TwoPartWrapper):
         if base is None:
             raise ValueError("plan() must be called before run(), and again after new workspaces")
         check_flag("causal_d", decode.causal)
-        with errors_of_part("kv_layout", "p"):
+        with named(kv_layout="kv_layout_p"):
             is_hnd(prefill.kv_layout)
-        with errors_of_part("kv_layout", "d"):
+        with named(kv_layout="kv_layout_d"):
             is_hnd(decode.kv_layout)
         planned = base.spec.kv_layout
         if decode.kv_layout == "HND" and decode.kv_layout != planned:

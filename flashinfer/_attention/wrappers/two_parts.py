@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ..._common.checks import named
 from ..._common.checks import tensor as check_tensor
 from ..checks import (
     HeadScales,
@@ -227,18 +227,8 @@ def check_planned_options(spec: AttentionSpec, options: RunOptions, part: str) -
             raise ValueError(f"`{name}_{part}` must be the {want!r} of plan(), got {found!r}")
 
 
-@contextlib.contextmanager
-def errors_of_part(name: str, part: str) -> Iterator[None]:
-    """Errors that name an argument name that of one part."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        text = str(error).replace(f"{name}`", f"{name}_{part}`")
-        raise type(error)(text) from None
-
-
 def _checked_option(name: str, value: Any, head_dim: int, part: str) -> Any:
-    with errors_of_part(name, part):
+    with named(**{name: f"{name}_{part}"}):
         if name == "pos_encoding_mode":
             return check_pos_encoding(value)
         if name == "window_left":
@@ -262,7 +252,7 @@ def mask_of_part(
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
     if packed_mask is not None:
         mask = None
-    with errors_of_part("custom_mask", part):
+    with named(custom_mask=f"custom_mask_{part}", packed_custom_mask=f"packed_custom_mask_{part}"):
         flat = None if mask is None else mask.reshape(-1)
         made: CustomMask = make_mask(problem.requests, flat, packed_mask, device)
     return problem.with_mask(made)
