@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,7 +100,18 @@ def _preset_configs() -> Iterator[MlaConfig]:
     yield from (config for config in _aot_configs() if config.dtype_q == torch.bfloat16)
 
 
-@register_generator(aot=_aot_configs, presets={"mla": _preset_configs})
+def _host_specs() -> Iterator[JitSpec]:
+    """Beyond the ahead-of-time cases: caches of 8 bits of every kind, and tokens of 656 bytes."""
+    for dtype, rows in itertools.product(DTYPES, (64, FEW_ROWS)):
+        for dtype_q, dtype_kpe in ((dtype, FLOAT8), (dtype, dtype), (FLOAT8, FLOAT8)):
+            types = (dtype_q, FLOAT8, dtype)
+            config = MlaConfig("fa3", *types, 512, 64, dtype_kpe, tile_rows=rows)
+            yield gen_mla_module_of(config)
+    types = (torch.bfloat16, FLOAT8, torch.bfloat16)
+    yield gen_mla_module_of(MlaConfig("fa3", *types, 512, 64, torch.bfloat16, scaled_groups=True))
+
+
+@register_generator(aot=_aot_configs, presets={"mla": _preset_configs}, hosts=_host_specs)
 def gen_mla_module_of(config: MlaConfig) -> JitSpec:
     """The module with ``mla_run``, for one configuration."""
     csrc = jit_env.FLASHINFER_CSRC_DIR

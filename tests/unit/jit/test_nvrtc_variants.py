@@ -13,6 +13,7 @@ from flashinfer import jit
 from flashinfer.jit import env as jit_env
 from flashinfer.jit import host_parts_build, nvrtc, registry
 from flashinfer.jit.attention import get_attention_module, make_variant
+from flashinfer.jit.attention.mla import MlaConfig
 from flashinfer.jit.attention.modules import gen_attention_module
 from flashinfer.jit.attention.plan import gen_attention_plan_module
 from flashinfer.jit.attention.variant import HOST_PART_SLOTS, SCALAR_TYPES
@@ -108,7 +109,11 @@ def test_every_type_of_a_scalar_has_a_reader():
     assert f"kSlots = {HOST_PART_SLOTS};" in text
 
 
-def test_a_wheel_has_more_host_parts_than_ahead_of_time_modules():
+def test_a_wheel_has_more_host_parts_than_ahead_of_time_modules(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     names = {spec.name for spec in registry.host_specs()}
     assert names > {spec.name for spec in registry.aot_specs()}
     assert {f"variant_{CONFIG.uri}", "attention_f16_f16_f16_qk64_vo64_tile64_paged_custom"} <= names
+    types = torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16
+    scaled = MlaConfig("fa3", *types, 512, 64, torch.bfloat16, scaled_groups=True)
+    assert scaled.uri in names
