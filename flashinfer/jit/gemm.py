@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
@@ -128,15 +128,44 @@ def _deepseek_configs() -> Iterator[GemmConfig]:
 
 def _few_rows_configs() -> Iterator[GemmConfig]:
     """Products of up to 64 rows, whose weights are the tensor cores' rows."""
-    base = replace(next(_aot_configs()), cluster_rows=1, swap=True)
-    for rows, (columns, consumers) in product((8, 16, 32, 64), ((64, 1), (128, 2))):
-        tile = replace(base, tile_rows=rows, tile_columns=columns, consumers=consumers)
+    base = replace(next(_aot_configs()), cluster_rows=1)
+    yield from _swapped(base, (8, 16, 32, 64), ((64, 1), (128, 2)))
+
+
+def _swapped(
+    base: GemmConfig, sizes: Sequence[int], tiles: Sequence[tuple[int, int]]
+) -> Iterator[GemmConfig]:
+    """Tiles of few rows: their sizes, their columns and the warpgroups that these take."""
+    for rows, (columns, consumers) in product(sizes, tiles):
+        tile = replace(base, tile_rows=rows, tile_columns=columns, consumers=consumers, swap=True)
         for shared, splits in product((1,) if rows == 8 else (1, 2), (1, 2)):
             yield replace(tile, cluster_columns=shared, splits=splits)
 
 
+def _fp8_configs() -> Iterator[GemmConfig]:
+    """Products of 8 bits with block scales into bfloat16, and into codes of their SwiGLU."""
+    code = torch.float8_e4m3fn
+    base = GemmConfig(code, code, torch.bfloat16, 128, 128, scale="block")
+    yield from _swapped(base, (8, 16, 32), ((64, 1), (128, 2)))
+    for rows, consumers in ((64, 1), (128, 2)):
+        few = replace(base, tile_rows=rows, tile_columns=64, consumers=consumers)
+        yield from (few, replace(few, splits=2), replace(few, cluster_columns=2))
+    yield replace(base, tile_rows=64, consumers=1, splits=3)
+    yield from (base, replace(base, splits=2), replace(base, cluster_rows=2))
+    wide = replace(base, tile_columns=256)
+    yield from (wide, replace(wide, cluster_rows=2))
+    yield replace(wide, cluster_columns=2, max_stages=3)
+    yield replace(base, tile_rows=256, cluster_columns=2, max_stages=3)
+
+    gated = replace(wide, dtype_out=code, activation="swiglu_gate_last")
+    yield from _swapped(gated, (8, 16, 32, 64), ((256, 2),))
+    yield from (replace(gated, swap=True), replace(gated, swap=True, cluster_columns=2))
+    yield from (gated, replace(gated, cluster_rows=2))
+
+
 def _all_configs() -> Iterator[GemmConfig]:
-    configs = (_aot_configs, _few_rows_configs, _qwen3_moe_configs, _deepseek_configs)
+    mixtures = (_qwen3_moe_configs, _deepseek_configs)
+    configs = (_aot_configs, _few_rows_configs, _fp8_configs, *mixtures)
     yield from dict.fromkeys(config for each in configs for config in each())
 
 
@@ -145,6 +174,7 @@ def _all_configs() -> Iterator[GemmConfig]:
     presets={
         "gemm": _aot_configs,
         "llama-bf16": _few_rows_configs,
+        "fp8": _fp8_configs,
         "qwen3-moe": _qwen3_moe_configs,
         "deepseek": _deepseek_configs,
     },
