@@ -170,7 +170,7 @@ def build(out: Path, options: argparse.Namespace) -> dict[str, Path]:
         cubins = Path(scratch) / "cubins"
         from_parts = {"FLASHINFER_HOST_DIR": str(parts)}
         flashinfer = [sys.executable, "-m", "flashinfer"]
-        run(*flashinfer, "build-host-parts", parts, *patterns, **targets)
+        run(*flashinfer, "build-host-parts", parts, *patterns, "--long-kernels", **targets)
         run(*flashinfer, "build-cubins", cubins, *patterns, **targets, **from_parts)
         extra = ["-C", f"host-parts={parts}", "-C", f"cubins={cubins}"]
         run(*pack, "--wheel", *link, *extra, "-o", out, ROOT)

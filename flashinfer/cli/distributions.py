@@ -18,10 +18,17 @@ from .modules import find_specs, targets_option
 @click.command("build-host-parts")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("names", nargs=-1)
+@click.option(
+    "--long-kernels",
+    is_flag=True,
+    help="Compile the kernels, too, for which NVRTC takes a second and more.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show each compiler command.")
 @targets_option
 @explained
-def build_host_parts(folder: Path, names: tuple[str, ...], verbose: bool) -> None:
+def build_host_parts(
+    folder: Path, names: tuple[str, ...], long_kernels: bool, verbose: bool
+) -> None:
     """Compile launchers and bindings into FOLDER, for machines that have NVRTC alone.
 
     NAMES are as for `build`, or patterns of more configurations; by default everything. The targets
@@ -29,7 +36,7 @@ def build_host_parts(folder: Path, names: tuple[str, ...], verbose: bool) -> Non
     """
     specs = _chosen(names) if names else registry.host_specs()
     start = time.monotonic()
-    left_out = host_parts_build.build(specs, folder, verbose)
+    left_out = host_parts_build.build(specs, folder, verbose, long_kernels)
     for name, reason in left_out.items():
         click.echo(f"{name}: {reason}")
     size = sum(path.stat().st_size for path in folder.glob("*.xz"))

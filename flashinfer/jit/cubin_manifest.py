@@ -1,4 +1,4 @@
-"""Manifests of cubins, and checks of a cubin against its manifest.
+"""Manifests of cubins, and checks of a cubin against its manifest and the driver.
 
     <root>/<version>/checksums.txt                      manifest, as `sha256sum` writes it
     <root>/<version>/<module>/<content>-<arch>.cubin    what NVRTC made for one target
@@ -10,6 +10,8 @@ of other sources.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import re
 import struct
@@ -129,3 +131,25 @@ def _architecture(cubin: bytes) -> int:
     fields = _ELF_HEADER.unpack_from(cubin)
     abi_version, flags = fields[0][8], fields[7]
     return (flags >> 8) & 0xFF if abi_version >= 8 else flags & 0xFF
+
+
+def needed_cuda(cubin: bytes) -> int:
+    """The major version of CUDA whose drivers load a cubin: those of 12 refuse the ABI of 13."""
+    return 13 if _ELF_HEADER.unpack_from(cubin)[0][8] >= 8 else 12
+
+
+def driver_loads(cuda: int) -> bool:
+    """Whether cubins of a major version of CUDA work here; True where there is no driver."""
+    found = driver_cuda()
+    return found is None or cuda <= found
+
+
+@functools.cache
+def driver_cuda() -> int | None:
+    """The major version of CUDA that the driver is of; None where there is no driver."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000 if status == 0 else None

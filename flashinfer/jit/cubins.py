@@ -1,8 +1,8 @@
 """Kernels that were compiled elsewhere: a module is joined from its host part and its cubins.
 
 Neither NVRTC nor nvcc is needed then. Cubins lie under `FLASHINFER_CUBIN_DIR` (by default a folder
-of the cache) or in the package flashinfer_cubin, as `cubin_manifest.py` says. docs/security.md says
-who is trusted.
+of the cache) or in the package flashinfer_cubin, as `cubin_manifest.py` says, or beside the host
+part (`host_parts.py`). docs/security.md says who is trusted.
 """
 
 from __future__ import annotations
@@ -11,17 +11,41 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env
 from ..version import __version__
 from . import cpp_ext, files, host_parts, nvrtc, places, trust
-from .cubin_manifest import MANIFEST, file_name, parse_manifest, problem_of, require_version
+from .cubin_manifest import (
+    MANIFEST,
+    driver_loads,
+    file_name,
+    needed_cuda,
+    parse_manifest,
+    problem_of,
+    require_version,
+)
 from .errors import ArtifactError, JitError
-from .host_parts import HostPart
+from .host_parts import HostPart, Packed
 from .log import logger
+
+
+@dataclass(frozen=True)
+class CubinFile:
+    """A cubin that is a file, which has been checked.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    sha256 : str
+        Its hash.
+    """
+
+    path: Path
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -34,20 +58,20 @@ class Prebuilt:
         Name of the module.
     part : HostPart
         Launcher and binding.
-    cubins : dict of str to (Path, str)
-        File and SHA-256 by target; empty for a module without kernels.
+    cubins : dict of str to CubinFile or Packed
+        Its kernels by target; empty for a module without any.
     """
 
     name: str
     part: HostPart
-    cubins: dict[str, tuple[Path, str]]
+    cubins: Mapping[str, CubinFile | Packed]
 
     def ingredients(self) -> dict[str, str]:
         """Identity of the files that are joined."""
         import tvm_ffi
 
-        hashes = {f"cubin {arch}": sha256 for arch, (_, sha256) in self.cubins.items()}
-        return {"host part": self.part.sha256, "tvm_ffi": tvm_ffi.__version__, **hashes}
+        hashes = {f"cubin {arch}": cubin.sha256 for arch, cubin in self.cubins.items()}
+        return {"host part": self.part.library.sha256, "tvm_ffi": tvm_ffi.__version__, **hashes}
 
     def links(self) -> dict[str, str]:
         """Folders that need a link to stand for them: none, unlike for nvcc."""
@@ -57,11 +81,21 @@ class Prebuilt:
         """Why the kernels of the result do not fit its launcher, or nothing."""
         return self.part.problem_of(library)
 
+    def require_whole(self) -> None:
+        """Raise if an archive is damaged, or a stranger can have written it."""
+        for packed in (self.part.library, *self.cubins.values()):
+            if isinstance(packed, Packed):
+                packed.require_whole()
+
     def command(self) -> list[str]:
         """The command that joins the module, without its output."""
-        words = [sys.executable, "-I", "-S", str(nvrtc.PROGRAM), *self.part.arguments()]
-        for arch, (path, _) in self.cubins.items():
-            words += ["--cubin", f"{arch}={path}"]
+        words = [sys.executable, "-I", "-S", str(nvrtc.PROGRAM)]
+        words += ["--host", *self.part.library.arguments()]
+        for arch, cubin in self.cubins.items():
+            if isinstance(cubin, Packed):
+                words += ["--packed-cubin", arch, *cubin.arguments()]
+            else:
+                words += ["--cubin", arch, str(cubin.path)]
         return words
 
     def text(self, folder: str = "") -> str:
@@ -71,7 +105,7 @@ class Prebuilt:
         words = shlex.join(self.command()).replace("$", "$$")
         return (
             f"ninja_required_version = 1.8\n\nrule join\n  command = {words} --out $out\n\n"
-            f"build {output}{escape(self.name)}.so: join {escape(str(self.part.archive))}\n"
+            f"build {output}{escape(self.name)}.so: join {escape(str(self.part.library.archive))}\n"
         )
 
 
@@ -109,13 +143,15 @@ def find(name: str, content: str, archs: Sequence[str]) -> Prebuilt | None:
                 return Prebuilt(name, part, found)
         except ArtifactError as refusal:
             logger.warning_once("Prebuilt kernels of %s are passed over: %s", name, str(refusal))
+    if part.cubins.keys() >= set(archs):
+        return Prebuilt(name, part, {arch: part.cubins[arch] for arch in archs})
     return None
 
 
 def _find_in(
     root: Path, name: str, content: str, archs: Sequence[str]
-) -> dict[str, tuple[Path, str]] | None:
-    """File and hash of each target's cubin under a root; None unless all are listed there."""
+) -> dict[str, CubinFile] | None:
+    """Each target's cubin under a root; None unless all are listed there."""
     version = version_in(root)
     listed = read_manifest(root, version)
     found = {}
@@ -123,9 +159,12 @@ def _find_in(
         file = file_name(name, content, arch, version)
         if file not in listed:
             return None
-        found[arch] = root / file, listed[file]
-    for path, sha256 in found.values():
-        require_whole_file(root, path, sha256)
+        found[arch] = CubinFile(root / file, listed[file])
+    for cubin in found.values():
+        require_whole_file(root, cubin.path, cubin.sha256)
+        needed = needed_cuda(cubin.path.read_bytes())
+        if not driver_loads(needed):
+            raise ArtifactError(f"{cubin.path} needs a driver of CUDA {needed}")
     return found
 
 

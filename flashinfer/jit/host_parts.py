@@ -2,12 +2,14 @@
 
 A host part has the launcher and the binding of one module. NVRTC compiles the kernels
 (`nvrtc.py`), which are appended to a copy of it. They lie in `flashinfer/data/host/`, or in
-`FLASHINFER_HOST_DIR`; `flashinfer build-host-parts FOLDER` builds them.
+`FLASHINFER_HOST_DIR`; `flashinfer build-host-parts FOLDER` builds them. With `--long-kernels` those
+for which NVRTC takes longest lie there, too.
 
     <folder>/index.json     hashes of the archives; for each module: content of its identity, where
                             its library is in which archive, SHA-256, names of its kernels and
-                            bytes of their parameters
-    <folder>/<hash>.xz      libraries one after the other, compressed as one: alike ones take little
+                            bytes of their parameters; the same of its cubins by target, if any
+    <folder>/<hash>.xz      libraries, or cubins, one after the other, compressed as one: alike ones
+                            take little
 """
 
 from __future__ import annotations
@@ -15,37 +17,35 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from .. import env
 from ..version import __version__
 from . import binary, files, trust
 from . import env as jit_env
+from .cubin_manifest import driver_loads
 from .errors import DamagedError
 
 INDEX = "index.json"
 
 
 @dataclass(frozen=True)
-class HostPart:
-    """A module without its kernels.
+class Packed:
+    """A file in an archive.
 
     Attributes
     ----------
     archive : Path
-        The archive with the library to which cubins are appended.
+        The archive.
     archive_sha256 : str
-        Hash of that file.
+        Hash of the archive.
     offset, size : int
-        The library's place in the unpacked archive, in bytes.
+        The file's place in the unpacked archive, in bytes.
     sha256 : str
-        Hash of the library.
-    kernels : dict of str to str
-        The C++ expression that names each kernel, by mangled name; empty for a module without
-        device code.
-    parameters : dict of str to int
-        Bytes of each kernel's parameters as the launcher passes them, by mangled name.
+        Hash of the file.
     """
 
     archive: Path
@@ -53,27 +53,10 @@ class HostPart:
     offset: int
     size: int
     sha256: str
-    kernels: dict[str, str]
-    parameters: dict[str, int]
 
     def arguments(self) -> list[str]:
-        """The arguments by which `nvrtc_compile.py` finds the library."""
-        return ["--host", str(self.archive), str(self.offset), str(self.size)]
-
-    def problem_of(self, library: Path) -> str:
-        """Why kernels that were joined with this part do not fit it, or nothing.
-
-        A launcher fills a kernel's parameters as its compiler lays them out. The driver takes as
-        many bytes as the kernel declares and compares nothing.
-        """
-        for kernel in binary.read_kernels(library):
-            expected = self.parameters.get(kernel.name)
-            if kernel.parameter_bytes != expected:
-                return (
-                    f"error: {kernel.short_name} ({kernel.arch}) has {kernel.parameter_bytes} "
-                    f"bytes of parameters, its launcher passes {expected}\n"
-                )
-        return ""
+        """The arguments by which `nvrtc_compile.py` finds the file."""
+        return [str(self.archive), str(self.offset), str(self.size)]
 
     def require_whole(self) -> None:
         """Raise if the archive is not the one that was built.
@@ -99,6 +82,45 @@ class HostPart:
             )
 
 
+@dataclass(frozen=True)
+class HostPart:
+    """A module without its kernels.
+
+    Attributes
+    ----------
+    library : Packed
+        Launcher and binding, to which cubins are appended.
+    kernels : dict of str to str
+        The C++ expression that names each kernel, by mangled name; empty for a module without
+        device code.
+    parameters : dict of str to int
+        Bytes of each kernel's parameters as the launcher passes them, by mangled name.
+    cubins : dict of str to Packed
+        Its kernels as NVRTC compiled them for a target such as ``90a``, as far as they are in an
+        archive and the driver of this machine loads them.
+    """
+
+    library: Packed
+    kernels: dict[str, str]
+    parameters: dict[str, int]
+    cubins: dict[str, Packed]
+
+    def problem_of(self, library: Path) -> str:
+        """Why kernels that were joined with this part do not fit it, or nothing.
+
+        A launcher fills a kernel's parameters as its compiler lays them out. The driver takes as
+        many bytes as the kernel declares and compares nothing.
+        """
+        for kernel in binary.read_kernels(library):
+            expected = self.parameters.get(kernel.name)
+            if kernel.parameter_bytes != expected:
+                return (
+                    f"error: {kernel.short_name} ({kernel.arch}) has {kernel.parameter_bytes} "
+                    f"bytes of parameters, its launcher passes {expected}\n"
+                )
+        return ""
+
+
 def folder() -> Path:
     """Where host parts are looked for."""
     return env.FLASHINFER_HOST_DIR.get() or jit_env.FLASHINFER_HOST_PARTS_DIR
@@ -118,10 +140,12 @@ def find(name: str, content: str) -> HostPart | None:
     known = index.parts.get(name)
     if known is None or known["content"] != content:
         return None
+    cubins = known.get("cubins", {}).items()
     return HostPart(
-        folder() / known["archive"],
-        index.archives[known["archive"]],
-        *(known[field] for field in ("offset", "size", "sha256", "kernels", "parameters")),
+        index.packed(folder(), known),
+        known["kernels"],
+        known["parameters"],
+        {arch: index.packed(folder(), at) for arch, at in cubins if driver_loads(at["cuda"])},
     )
 
 
@@ -145,11 +169,20 @@ class Index:
         SHA-256 of each archive.
     parts : dict of str to dict
         ``content``, ``archive``, ``offset``, ``size``, ``sha256``, ``kernels``,
-        ``parameters`` by name of the module.
+        ``parameters`` by name of the module; perhaps ``cubins``: by target ``archive``,
+        ``offset``, ``size``, ``sha256``, ``cuda`` (the oldest CUDA whose drivers load it).
     """
 
     archives: dict[str, str] = field(default_factory=dict)
     parts: dict[str, dict] = field(default_factory=dict)
+
+    def packed(self, place: Path, entry: Mapping[str, Any]) -> Packed:
+        """A library or cubin of this index in its folder."""
+        return Packed(
+            place / entry["archive"],
+            self.archives[entry["archive"]],
+            *(entry[field] for field in ("offset", "size", "sha256")),
+        )
 
 
 def read_index(place: Path) -> Index:
@@ -175,16 +208,23 @@ def _read_index(path: str, stamp: files.Stamp) -> Index:
     return Index(archives, {n: part for n, part in parts.items() if _is_part(part, archives)})
 
 
-_FIELDS = {"content": str, "archive": str, "offset": int, "size": int, "sha256": str}
+_PLACE = {"archive": str, "offset": int, "size": int, "sha256": str}
+_PART = {"content": str, "kernels": dict, "parameters": dict, **_PLACE}
+_CUBIN = {"cuda": int, **_PLACE}
 
 
 def _is_part(part: object, archives: dict) -> bool:
+    if not _has(part, _PART, archives):
+        return False
+    cubins = part.get("cubins", {})
+    return isinstance(cubins, dict) and all(_has(c, _CUBIN, archives) for c in cubins.values())
+
+
+def _has(entry: object, fields: Mapping[str, type], archives: dict) -> TypeGuard[dict]:
     return (
-        isinstance(part, dict)
-        and all(isinstance(part.get(name), kind) for name, kind in _FIELDS.items())
-        and isinstance(archives.get(part["archive"]), str)
-        and isinstance(part.get("kernels"), dict)
-        and isinstance(part.get("parameters"), dict)
+        isinstance(entry, dict)
+        and all(isinstance(entry.get(name), kind) for name, kind in fields.items())
+        and isinstance(archives.get(entry["archive"]), str)
     )
 
 

@@ -2,7 +2,8 @@
 
 nvcc compiles a launcher as for a module. Its device code is taken out of the object file; what is
 left registers the kernels by name with `csrc/nvrtc/driver_runtime.cc`, which is linked instead of
-the CUDA runtime. The device code, PTX, says how large the parameters are that a launcher passes.
+the CUDA runtime. The device code, PTX, says how large the parameters are that a launcher passes,
+and for which modules NVRTC takes long.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from . import cpp_ext, files, fingerprint, host_parts, process, toolchain
+from .. import env
+from . import cpp_ext, cubins_build, files, fingerprint, host_parts, process, toolchain
 from . import env as jit_env
+from .core import JitSpec
+from .cubin_manifest import needed_cuda
 from .errors import ToolchainError, build_error
 from .log import logger
 from .resources import default_jobs
@@ -28,6 +32,8 @@ _EMPTY = "no_device_code"
 _DEVICE_CODE = ".device"
 # Unpacking this much takes as long as starting Python; larger archives are hardly smaller in all.
 _BLOCK = 4 << 20
+# Lines of PTX of a module; NVRTC takes about a second for that many.
+_LONG = 6000
 _SMALL = ("-Os", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-ffunction-sections")
 
 
@@ -47,7 +53,12 @@ class HostPartModule(cpp_ext.NinjaModule):
         return commands
 
 
-def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> dict[str, str]:
+def build(
+    specs: Sequence[ModuleSpec],
+    out_dir: Path,
+    verbose: bool = False,
+    long_kernels: bool = False,
+) -> dict[str, str]:
     """Build the host parts of modules into a folder, with its index.
 
     Parameters
@@ -58,6 +69,8 @@ def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> 
         The folder; what it has of other modules stays.
     verbose : bool
         Log each command.
+    long_kernels : bool
+        Compile the kernels for which NVRTC takes about a second and more, and add them.
 
     Returns
     -------
@@ -72,23 +85,59 @@ def build(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> 
     left_out: dict[str, str] = {}
     served = [spec for spec in specs if _is_served(spec, left_out)]
     out_dir.mkdir(parents=True, exist_ok=True)
-    index = host_parts.read_index(out_dir)
-    archives, parts = dict(index.archives), dict(index.parts)
     with tempfile.TemporaryDirectory(prefix="flashinfer-host-") as temporary:
         scratch = Path(temporary)
         if served:
             _compile(served, scratch, verbose)
-        for block in _blocks(served, scratch):
-            name, places = _pack(block, scratch, out_dir)
-            archives[name] = files.sha256(out_dir / name)
-            parts |= places
-    used = {part["archive"] for part in parts.values()}
+        libraries = {spec.name: _library(spec, scratch).read_bytes() for spec in served}
+        archives, places = _pack(libraries, out_dir)
+        parts = {spec.name: places[spec.name] | _facts_of(spec, scratch) for spec in served}
+        # What is no JitSpec stands for users' variants, whose kernels are their own.
+        loaded = (spec for spec in served if isinstance(spec, JitSpec))
+        long = [spec for spec in loaded if _ptx_lines(spec, scratch) >= _LONG]
+    _extend_index(out_dir, archives, parts)
+    if long_kernels and long:
+        add_cubins(long, out_dir, verbose)
+    return left_out
+
+
+def add_cubins(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False) -> None:
+    """Compile the kernels of modules with NVRTC, and put them beside their host parts.
+
+    Raises
+    ------
+    JitError
+        If NVRTC is missing, or fails.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="flashinfer-cubins-") as temporary,
+        env.temporary("FLASHINFER_HOST_DIR", str(out_dir)),
+    ):
+        folder = Path(temporary)
+        cubins_build.build(specs, folder, verbose or None)
+        cubins = {
+            f"{path.parent.name}-{path.stem.rpartition('-')[2]}": path.read_bytes()
+            for path in folder.glob("*/*/*.cubin")
+        }
+    archives, places = _pack(cubins, out_dir)
+    index = host_parts.read_index(out_dir)
+    parts = {spec.name: index.parts[spec.name] | {"cubins": {}} for spec in specs}
+    for name, place in places.items():
+        module, _, arch = name.rpartition("-")
+        parts[module]["cubins"][arch] = place | {"cuda": needed_cuda(cubins[name])}
+    _extend_index(out_dir, archives, parts)
+
+
+def _extend_index(out_dir: Path, archives: dict[str, str], parts: dict[str, dict]) -> None:
+    """Write an index with further entries, and remove the archives that none names any more."""
+    index = host_parts.read_index(out_dir)
+    archives, parts = {**index.archives, **archives}, {**index.parts, **parts}
+    cubins = (cubin for part in parts.values() for cubin in part.get("cubins", {}).values())
+    used = {entry["archive"] for entry in (*parts.values(), *cubins)}
     for name in archives.keys() - used:
         (out_dir / name).unlink(missing_ok=True)
-    host_parts.write_index(
-        out_dir, host_parts.Index({name: archives[name] for name in used}, parts)
-    )
-    return left_out
+    archives = {name: archives[name] for name in used}
+    host_parts.write_index(out_dir, host_parts.Index(archives, parts))
 
 
 def _is_served(spec: ModuleSpec, left_out: dict[str, str]) -> bool:
@@ -107,41 +156,57 @@ def _library(spec: ModuleSpec, scratch: Path) -> Path:
     return scratch / spec.name / f"{spec.name}.so"
 
 
-def _blocks(specs: Sequence[ModuleSpec], scratch: Path) -> Iterator[list[ModuleSpec]]:
-    """The modules in the order of their names, by which alike ones are neighbours."""
-    block: list[ModuleSpec] = []
+def _facts_of(spec: ModuleSpec, scratch: Path) -> dict[str, object]:
+    """The entry of a module in the index, without the place of its library."""
+    return {
+        "content": spec.host_key()[1],
+        "kernels": kernels_of(_library(spec, scratch)),
+        "parameters": parameters_of(_device_code(spec, scratch)),
+    }
+
+
+def _device_code(spec: ModuleSpec, scratch: Path) -> Iterator[Path]:
+    return (scratch / spec.name).glob(f"*{_DEVICE_CODE}")
+
+
+def _ptx_lines(spec: ModuleSpec, scratch: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in _device_code(spec, scratch))
+
+
+def _blocks(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
+    """Names in their order, by which alike files are neighbours, as many as an archive may hold."""
+    block: list[str] = []
     size = 0
-    for spec in sorted(specs, key=lambda spec: spec.name):
-        more = _library(spec, scratch).stat().st_size
-        if block and size + more > _BLOCK:
+    for name in sorted(contents):
+        if block and size + len(contents[name]) > _BLOCK:
             yield block
             block, size = [], 0
-        block.append(spec)
-        size += more
+        block.append(name)
+        size += len(contents[name])
     if block:
         yield block
 
 
-def _pack(specs: Sequence[ModuleSpec], scratch: Path, out_dir: Path) -> tuple[str, dict[str, dict]]:
-    """Write an archive of libraries; its name, and what the index says of them."""
-    content = b""
-    places = {}
-    for spec in specs:
-        library = _library(spec, scratch)
-        bytes_ = library.read_bytes()
-        places[spec.name] = {
-            "content": spec.host_key()[1],
-            "offset": len(content),
-            "size": len(bytes_),
-            "sha256": hashlib.sha256(bytes_).hexdigest(),
-            "kernels": kernels_of(library),
-            "parameters": parameters_of(library.parent.glob(f"*{_DEVICE_CODE}")),
-        }
-        content += bytes_
-    packed = lzma.compress(content, preset=9)
-    name = f"{hashlib.sha256(packed).hexdigest()[:16]}.xz"
-    (out_dir / name).write_bytes(packed)
-    return name, {module: {**place, "archive": name} for module, place in places.items()}
+def _pack(
+    contents: Mapping[str, bytes], out_dir: Path
+) -> tuple[dict[str, str], dict[str, dict[str, object]]]:
+    """Write archives of files; the hash of each archive, and the place of each file."""
+    archives, places = {}, {}
+    for block in _blocks(contents):
+        packed = lzma.compress(b"".join(contents[name] for name in block), preset=9)
+        archive = f"{hashlib.sha256(packed).hexdigest()[:16]}.xz"
+        (out_dir / archive).write_bytes(packed)
+        archives[archive] = files.sha256(out_dir / archive)
+        offset = 0
+        for name in block:
+            places[name] = {
+                "archive": archive,
+                "offset": offset,
+                "size": len(contents[name]),
+                "sha256": hashlib.sha256(contents[name]).hexdigest(),
+            }
+            offset += len(contents[name])
+    return archives, places
 
 
 def _compile(specs: Sequence[ModuleSpec], scratch: Path, verbose: bool) -> None:

@@ -101,7 +101,7 @@ def ingredients(part: HostPart) -> dict[str, str]:
     """Identity of what compiles a module with this host part."""
     import tvm_ffi
 
-    found = {"host part": part.sha256, "tvm_ffi": tvm_ffi.__version__}
+    found = {"host part": part.library.sha256, "tvm_ffi": tvm_ffi.__version__}
     path = library()
     if part.kernels and path is not None:
         found["nvrtc"] = toolchain.nvrtc_version(path)
@@ -183,7 +183,8 @@ class NvrtcModule:
 
     def command(self) -> list[str]:
         """The command, without its output."""
-        words = [sys.executable, "-I", "-S", str(PROGRAM), *self.part.arguments()]
+        words = [sys.executable, "-I", "-S", str(PROGRAM)]
+        words += ["--host", *self.part.library.arguments()]
         if self.part.kernels:
             words += ["--nvrtc", library() or ""]
             sources = [prelude(), *self.sources]
@@ -198,8 +199,9 @@ class NvrtcModule:
         output = f"{escape(folder)}/" if folder else ""
         words = shlex.join(self.command()).replace("$", "$$")
         rest = shlex.join(self.options).replace("$", "$$")
+        archive = escape(str(self.part.library.archive))
         return (
             "ninja_required_version = 1.8\n\nrule nvrtc\n"
             f"  command = {words} --out $out -- {rest}\n\n"
-            f"build {output}{escape(self.name)}.so: nvrtc {escape(str(self.part.archive))}\n"
+            f"build {output}{escape(self.name)}.so: nvrtc {archive}\n"
         )

@@ -6,10 +6,12 @@ compiler ends this process and no other.
     nvrtc_compile.py --nvrtc LIB --version             prints the version of the library
     nvrtc_compile.py --nvrtc LIB --host ARCHIVE OFFSET SIZE --out FILE --source FILE ...
                      --arch 90a ... --kernels JSON [-- options of NVRTC]
-    nvrtc_compile.py --host ARCHIVE OFFSET SIZE --out FILE --cubin 90a=FILE ...    compiles nothing
+    nvrtc_compile.py --host ARCHIVE OFFSET SIZE --out FILE
+                     --cubin 90a FILE ... --packed-cubin 90a ARCHIVE OFFSET SIZE ...
+                                                       compiles nothing
 
-The host part lies at an offset of the unpacked archive. The output is it, a container of cubins
-and a trailer; csrc/nvrtc/driver_runtime.cc describes the format and reads it.
+The host part lies at an offset of the unpacked archive, as a packed cubin does. The output is it, a
+container of cubins and a trailer; csrc/nvrtc/driver_runtime.cc describes the format and reads it.
 """
 
 from __future__ import annotations
@@ -144,8 +146,8 @@ def with_cubins(host: bytes, cubins: dict[str, bytes]) -> bytes:
     return host + container(cubins) + struct.pack("<Q", len(host)) + MAGIC
 
 
-def host_part(archive: str, offset: str, size: str) -> bytes:
-    """A library of an archive.
+def unpacked(archive: str, offset: str, size: str) -> bytes:
+    """A file of an archive.
 
     Raises
     ------
@@ -169,7 +171,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--source", action="append", default=[])
     parser.add_argument("--arch", action="append", default=[])
     parser.add_argument("--kernels", default="{}")
-    parser.add_argument("--cubin", action="append", default=[])
+    parser.add_argument("--cubin", nargs=2, action="append", default=[])
+    parser.add_argument("--packed-cubin", nargs=4, action="append", default=[])
     parser.add_argument("--out")
     given = parser.parse_args(words)
     try:
@@ -183,11 +186,12 @@ def main(arguments: list[str]) -> int:
             text = "".join(f'#include "{source}"\n' for source in given.source)
             for arch in given.arch:
                 cubins[arch] = compiler.cubin(text, arch, kernels, options)
-        for word in given.cubin:
-            arch, _, path = word.partition("=")
+        for arch, path in given.cubin:
             with open(path, "rb") as file:
                 cubins[arch] = file.read()
-        module = with_cubins(host_part(*given.host), cubins)
+        for arch, *place in given.packed_cubin:
+            cubins[arch] = unpacked(*place)
+        module = with_cubins(unpacked(*given.host), cubins)
         with open(f"{given.out}.tmp", "wb") as file:
             file.write(module)
         os.chmod(f"{given.out}.tmp", 0o755)

@@ -242,12 +242,12 @@ class ModuleSpec:
         """How the module is built here: joined, with NVRTC, or with nvcc and a host compiler."""
         content = self.identity(with_toolchain=False)
         if ready := self.prebuilt(content):
-            ready.part.require_whole()
+            ready.require_whole()
             return ready
         part = self.host_part(content)
         if part is None:
             return self.ninja_module()
-        part.require_whole()
+        part.library.require_whole()
         return nvrtc.NvrtcModule(
             name=self.name,
             sources=self._cuda_sources(),

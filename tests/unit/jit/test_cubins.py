@@ -16,13 +16,17 @@ from flashinfer import artifacts
 from flashinfer.jit import (
     JitError,
     MissingJITCacheError,
+    cubin_manifest,
     cubins,
     cubins_build,
+    host_parts,
+    host_parts_build,
     nvrtc,
     places,
 )
+from flashinfer.jit.attention import gen_attention_plan_module
 from flashinfer.jit.binary import read_kernels
-from flashinfer.jit.cubin_manifest import MANIFEST, file_name, parse_manifest
+from flashinfer.jit.cubin_manifest import MANIFEST, file_name, needed_cuda, parse_manifest
 from flashinfer.jit.errors import ArtifactError, ToolchainError, UntrustedError
 from flashinfer.version import __version__
 
@@ -191,6 +195,90 @@ def test_a_cubin_that_others_can_write_is_refused(bare: Path):
     cubin(bare).chmod(0o666)
     with pytest.raises(UntrustedError, match="everybody can write it"):
         spec().build()
+
+
+@pytest.fixture
+def packed(made: Path, bare: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cubins beside the host part instead, as in a wheel."""
+    host = bare.parent / "host"
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "8.0 9.0a")
+    with monkeypatch.context() as patch:
+        patch.setattr(cubins_build, "build", lambda specs, folder, verbose: copy_of(bare, folder))
+        host_parts_build.add_cubins([spec()], host)
+    shutil.rmtree(bare)
+    return host
+
+
+def copy_of(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def test_cubins_beside_the_host_part_are_joined(packed: Path, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert len(list(packed.glob("*.xz"))) == 2
+    spec().build()
+    entry = spec().find()
+    assert {kernel.arch for kernel in read_kernels(entry.library)} == {"sm_80", "sm_90a"}
+    part = host_parts.find(NAME, content())
+    made_of = entry.manifest["ingredients"]["toolchain"]
+    assert {made_of[f"cubin {arch}"] for arch in part.cubins} == {
+        cubin.sha256 for cubin in part.cubins.values()
+    }
+    for compiler in ("nvcc", "nvrtc"):
+        monkeypatch.setenv("FLASHINFER_COMPILER", compiler)
+        assert cubins.find(NAME, content(), ["90a"]) is None
+    monkeypatch.setenv("FLASHINFER_COMPILER", "auto")
+    assert cubins.find(NAME, content(), ["90a"]) is not None
+    assert cubins.find(NAME, content(), ["90a", "100a"]) is None
+
+
+def test_long_kernels_are_those_of_many_lines(cache: Path, tmp_path: Path, monkeypatch):
+    chosen: list[str] = []
+    monkeypatch.setattr(host_parts_build, "_LONG", 20)
+    monkeypatch.setattr(
+        host_parts_build, "add_cubins", lambda specs, *_: chosen.extend(s.name for s in specs)
+    )
+    specs = [spec(), gen_attention_plan_module()]  # the latter has no kernels
+    assert host_parts_build.build(specs, tmp_path / "host") == {} and chosen == []
+    host_parts_build.build(specs, tmp_path / "host", long_kernels=True)
+    assert chosen == [NAME]
+
+
+def test_a_host_part_that_is_built_again_loses_its_cubins(
+    packed: Path, tmp_path: Path, monkeypatch
+):
+    part = host_parts.read_index(packed).parts[NAME]
+    del part["cubins"]
+    host_parts_build._extend_index(packed, {}, {NAME: part})
+    assert host_parts.find(NAME, content()).cubins == {}
+    assert [path.name for path in packed.glob("*.xz")] == [part["archive"]]
+
+
+def test_damaged_cubins_beside_a_host_part_are_refused(packed: Path):
+    archive = host_parts.find(NAME, content()).cubins["90a"].archive
+    archive.write_bytes(archive.read_bytes()[:-1])
+    with pytest.raises(JitError, match=f"host parts .*{archive.name} are damaged"):
+        spec().build()
+
+
+def test_a_driver_of_an_older_cuda_gets_no_cubin(
+    bare: Path, messages: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    needed = needed_cuda(cubin(bare).read_bytes())
+    monkeypatch.setattr(cubin_manifest, "driver_cuda", lambda: needed)
+    assert spec().prebuilt() is not None
+    monkeypatch.setattr(cubin_manifest, "driver_cuda", lambda: needed - 1)
+    assert spec().prebuilt() is None
+    assert f"needs a driver of CUDA {needed}" in messages[0]
+
+
+def test_a_driver_of_an_older_cuda_gets_none_of_the_wheel_and_no_warning(
+    packed: Path, messages: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cubin_manifest, "driver_cuda", lambda: 13)
+    assert spec().prebuilt() is not None
+    monkeypatch.setattr(cubin_manifest, "driver_cuda", lambda: 11)
+    assert spec().prebuilt() is None and not messages
 
 
 @pytest.fixture
