@@ -32,7 +32,7 @@ _EMPTY = "no_device_code"
 _DEVICE_CODE = ".device"
 # Unpacking this much takes as long as starting Python; larger archives are hardly smaller in all.
 _BLOCK = 4 << 20
-# Lines of PTX of a module; NVRTC takes about a second for that many.
+# Lines of PTX of a kernel; NVRTC takes about a second for that many.
 _LONG = 6000
 _SMALL = ("-Os", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-ffunction-sections")
 
@@ -94,7 +94,7 @@ def build(
         parts = {spec.name: places[spec.name] | _facts_of(spec, scratch) for spec in served}
         # What is no JitSpec stands for users' variants, whose kernels are their own.
         loaded = (spec for spec in served if isinstance(spec, JitSpec))
-        long = [spec for spec in loaded if _ptx_lines(spec, scratch) >= _LONG]
+        long = [spec for spec in loaded if _longest_kernel(spec, scratch) >= _LONG]
     _extend_index(out_dir, archives, parts)
     if long_kernels and long:
         add_cubins(long, out_dir, verbose)
@@ -169,8 +169,11 @@ def _device_code(spec: ModuleSpec, scratch: Path) -> Iterator[Path]:
     return (scratch / spec.name).glob(f"*{_DEVICE_CODE}")
 
 
-def _ptx_lines(spec: ModuleSpec, scratch: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in _device_code(spec, scratch))
+def _longest_kernel(spec: ModuleSpec, scratch: Path) -> int:
+    """Lines of PTX of the longest kernel of a module."""
+    texts = (path.read_bytes() for path in _device_code(spec, scratch))
+    kernels = (kernel for text in texts for kernel in re.split(rb"\.entry\s", text)[1:])
+    return max((kernel.count(b"\n") for kernel in kernels), default=0)
 
 
 def _blocks(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
