@@ -21,7 +21,7 @@ from .modules import find_specs, targets_option
 @click.option(
     "--long-kernels",
     is_flag=True,
-    help="Compile the kernels, too, for which NVRTC takes a second and more.",
+    help="Compile the kernels, too, for which NVRTC takes longest.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show each compiler command.")
 @targets_option
