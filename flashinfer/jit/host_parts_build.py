@@ -30,8 +30,8 @@ from .spec import ModuleSpec
 _RUNTIME = "driver_runtime.o"
 _EMPTY = "no_device_code"
 _DEVICE_CODE = ".device"
-# Unpacking this much takes as long as starting Python; larger archives are hardly smaller in all.
-_BLOCK = 4 << 20
+# Unpacking this much takes as long as starting Python; with half of it archives are a sixth larger.
+_BLOCK = 8 << 20
 # Lines of PTX of a kernel; NVRTC takes more than a second for that many. With 7000 the wheel has
 # 5 MB, not 4.
 _LONG = 10_000
