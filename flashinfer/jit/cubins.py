@@ -162,8 +162,8 @@ def _find_in(
         found[arch] = CubinFile(root / file, listed[file])
     for cubin in found.values():
         require_whole_file(root, cubin.path, cubin.sha256)
-        with open(cubin.path, "rb") as file:
-            needed = needed_cuda(file.read(64))
+        with open(cubin.path, "rb") as opened:
+            needed = needed_cuda(opened.read(64))
         if not driver_loads(needed):
             raise ArtifactError(f"{cubin.path} needs a driver of CUDA {needed}")
     return found
