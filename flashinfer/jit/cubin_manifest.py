@@ -134,9 +134,9 @@ def _architecture(cubin: bytes) -> int:
 
 
 def needed_cuda(cubin: bytes) -> int:
-    """The major version of CUDA whose drivers load a cubin, of which 64 bytes are enough.
+    """The major version of CUDA whose drivers load a cubin; its header is enough.
 
-    Those of 12 refuse the ABI of 13, whose version is in the header of the ELF file.
+    Drivers of CUDA 12 refuse the ABI of CUDA 13.
     """
     return 13 if cubin[:4] == b"\x7fELF" and cubin[8:9] >= b"\x08" else 12
 
