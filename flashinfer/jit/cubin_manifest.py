@@ -128,9 +128,8 @@ def _bytes_needed(data: bytes) -> int:
 
 def _architecture(cubin: bytes) -> int:
     """The compute capability of a cubin, such as 90; since CUDA 13 it is the flags' second byte."""
-    fields = _ELF_HEADER.unpack_from(cubin)
-    abi_version, flags = fields[0][8], fields[7]
-    return (flags >> 8) & 0xFF if abi_version >= 8 else flags & 0xFF
+    flags = _ELF_HEADER.unpack_from(cubin)[7]
+    return (flags >> 8) & 0xFF if needed_cuda(cubin) >= 13 else flags & 0xFF
 
 
 def needed_cuda(cubin: bytes) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .. import env
-from . import cpp_ext, cubins_build, files, fingerprint, host_parts, process, toolchain
+from . import cpp_ext, cubins_build, fingerprint, host_parts, process, toolchain
 from . import env as jit_env
 from .core import JitSpec
 from .cubin_manifest import needed_cuda
@@ -94,10 +94,10 @@ def build(
         archives, places = _pack(libraries, out_dir)
         parts = {spec.name: places[spec.name] | _facts_of(spec, scratch) for spec in served}
         # What is no JitSpec stands for users' variants, whose kernels are their own.
-        loaded = (spec for spec in served if isinstance(spec, JitSpec))
+        loaded = [spec for spec in served if isinstance(spec, JitSpec)] if long_kernels else []
         long = [spec for spec in loaded if _longest_kernel(spec, scratch) >= _LONG]
     _extend_index(out_dir, archives, parts)
-    if long_kernels and long:
+    if long:
         add_cubins(long, out_dir, verbose)
     return left_out
 
@@ -198,9 +198,10 @@ def _pack(
     archives, places = {}, {}
     for block in _blocks(contents):
         packed = lzma.compress(b"".join(contents[name] for name in block), preset=9)
-        archive = f"{hashlib.sha256(packed).hexdigest()[:16]}.xz"
+        sha256 = hashlib.sha256(packed).hexdigest()
+        archive = f"{sha256[:16]}.xz"
         (out_dir / archive).write_bytes(packed)
-        archives[archive] = files.sha256(out_dir / archive)
+        archives[archive] = sha256
         offset = 0
         for name in block:
             places[name] = {
