@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 
 from .._common.checks import cuda_tensors
+from .._common.checks import dtype as check_out_dtype
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
@@ -19,6 +20,7 @@ from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel, launch
 from ._tuning import choose_product
 
 _OUT = (torch.bfloat16, torch.float16)
+_WIDE = (*_OUT, torch.float32)
 _FP8 = (torch.float8_e4m3fn,)
 _MAX_E4M3 = 448.0
 _MOST_TOKENS = 64  # up to which "auto" takes this library's kernel, as for 16 bits
@@ -58,7 +60,7 @@ def _check_mm(
                 f"{list(a.stride() if name == 'a' else b.stride())}"
             )
     _check_alpha(alpha)
-    check_dtype("out_dtype", out_dtype, _OUT)
+    check_out_dtype("out_dtype", out_dtype, _OUT)
     check_out(out, (m, n), out_dtype)
     check_same_device(a=a, b=b, alpha=alpha, out=out)
     return True
@@ -204,7 +206,7 @@ def _check_linear(
         check_dtype(name, scale.dtype, (torch.float32,))
         if scale.shape != (rows,):
             raise ValueError(f"`{name}` must have shape [{rows}], got {list(scale.shape)}")
-    check_dtype("out_dtype", out_dtype, (*_OUT, torch.float32, *_FP8))
+    check_out_dtype("out_dtype", out_dtype, (*_WIDE, *_FP8))
     if (output_quant_scale is None) == (out_dtype in _FP8):
         raise ValueError(
             "`output_quant_scale` must be given for an `out_dtype` of float8_e4m3fn, and for no "
@@ -218,6 +220,11 @@ def _check_linear(
                 "`output_quant_scale` must have one element, got shape "
                 f"{list(output_quant_scale.shape)}"
             )
+    if bias is not None:
+        check_tensor("bias", bias)
+        check_dtype("bias", bias.dtype, _WIDE if out_dtype in _FP8 else (out_dtype,))
+        if bias.shape != (weight.shape[0],):
+            raise ValueError(f"`bias` must have shape [{weight.shape[0]}], got {[*bias.shape]}")
     check_out(out, (a.shape[0], weight.shape[0]), out_dtype)
     check_same_device(a=a, weight=weight, bias=bias, output_quant_scale=output_quant_scale, out=out)
     return True

@@ -52,8 +52,7 @@ def _check(
 
 def _check_mode(mode: object, granularity: tuple[int, int, int], allowed: tuple[Any, ...]) -> int:
     """Bits of the launch's layout."""
-    if mode not in ("MN", "K"):
-        raise ValueError(f"`scale_major_mode` must be 'MN' or 'K', got {mode!r}")
+    check_choice("scale_major_mode", mode, ("MN", "K"))
     if tuple(granularity) not in allowed:
         listed = " or ".join(map(str, allowed))
         raise ValueError(f"`scale_granularity_mnk` must be {listed}, got {granularity!r}")

@@ -130,7 +130,12 @@ _K_BLOCKS = Const("Blocks of 128 along k.", abbrev="", derive=lambda sizes: size
 _N_BLOCKS = Const("Blocks of 128 along n.", abbrev="", derive=lambda sizes: -(-sizes["n"] // 128))
 _GROUPS = Const("Matrices of the right operand.", abbrev="g")
 _OUT = Tensor(
-    ["m", "n"], dtype_from_scalar="out_dtype", dtype_default="bfloat16", dtypes=_HALF, param="out"
+    ["m", "n"],
+    dtype_from_scalar="out_dtype",
+    dtype_default="bfloat16",
+    dtypes=_HALF,
+    param="out",
+    layout="rows",
 )
 
 
