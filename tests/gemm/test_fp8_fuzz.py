@@ -73,14 +73,6 @@ class Case:
     flag: bool
     seed: int
 
-    @property
-    def scale(self) -> str:
-        """What the kernel's scales are."""
-        if self.function in BLOCKED:
-            by_row = self.function == BLOCKED[0] and (not self.by[1] or self.dtypes[1] == BF16)
-            return "group" if by_row else "block"
-        return "token_channel" if self.function == "fp8_linear" else "none"
-
 
 def _types(function: str) -> tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]:
     """Operands and results; the first one is the usual one, and comes with all sizes."""
@@ -113,6 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     columns = draw(st.sampled_from((*COLUMNS, WIDE) if usual else COLUMNS))
     gap = st.sampled_from([0, 0, 16, 48])  # elements between rows, which begin on 16 bytes
     layouts = st.sampled_from(["rows", "columns", "padded"])
+    backends: dict[str, tuple[str, ...]]
     backends = {"mm_fp8": ("cublas", "cudnn", "auto"), "bmm_fp8": ("cublas", "cudnn", "auto")}
     backends["gemm_fp8_nt_groupwise"] = ("cutlass", "cutile")
     return Case(
@@ -313,8 +306,8 @@ def _problems() -> Iterator[GemmProblem]:
                     for rows in filter(None, _rows(columns, usual)):
                         for k in terms if usual else terms[:2]:
                             for batches in BATCHES if function == "bmm_fp8" else (1,):
-                                sizes = {"rows": rows, "columns": columns, "k": k}
-                                yield replace(problem, **sizes, batches=batches)
+                                shape = replace(problem, rows=rows, columns=columns, k=k)
+                                yield replace(shape, batches=batches)
 
 
 def specs() -> list[JitSpec]:
