@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from flashinfer import gemm
 from flashinfer.gemm._choice import GemmProblem, choose_config
 from flashinfer.jit import JitSpec
+from flashinfer.jit.few_rows import FewRowsOutput, gen_few_rows_module
 from flashinfer.jit.few_rows import _configs as few_rows_configs
-from flashinfer.jit.few_rows import gen_few_rows_module
 from flashinfer.jit.gemm import gen_gemm_sm90_module
 from flashinfer.jit.one_row import _configs as one_row_configs
 from flashinfer.jit.one_row import gen_one_row_module
@@ -59,10 +60,11 @@ COLUMNS = {
 }
 TERMS = {
     GATED: (16, 48, 272, 2064),
-    NORM: (16, 48, 272, 2064, 8192),
+    NORM: (16, 48, 272, 2064, 4080),
     ROW: (8, 24, 264, 2048, 4096),
     CODES: (128, 384, 2048),
 }
+MOST_WEIGHTS = 1 << 24
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +94,14 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     function = draw(st.sampled_from(FUNCTIONS))
+    columns = draw(st.sampled_from(COLUMNS[function]))
+    terms = [k for k in TERMS[function] if k * columns <= MOST_WEIGHTS]
     orders = st.sampled_from(("rows", "columns", "apart"))
     return Case(
         function=function,
         rows=draw(st.sampled_from(ROWS[function])),
-        columns=draw(st.sampled_from(COLUMNS[function])),
-        k=draw(st.sampled_from(TERMS[function])),
+        columns=columns,
+        k=draw(st.sampled_from(terms)),
         gaps=tuple(draw(st.sampled_from((0, 0, 1, 5))) for _ in range(4)),
         scales=(draw(orders), draw(orders)),
         given=(draw(st.booleans()), draw(st.booleans()), draw(st.booleans())),
@@ -146,7 +150,9 @@ def build(case: Case, device: torch.device) -> dict[str, Any]:
     make, m, n, k = Maker(case, device), case.rows, case.columns, case.k
     call: dict[str, Any] = {"weight_ready": case.weight_ready}
     if case.function == CODES:
-        codes = {name: make.values(size, k).to(E4M3) for name, size in (("input", m), ("weight", n))}
+        codes = {
+            name: make.values(size, k).to(E4M3) for name, size in (("input", m), ("weight", n))
+        }
         call |= codes
         call["input_scale"] = make.scales(m, k // 128, case.scales[0])
         call["weight_scale"] = make.scales(n // 128, k // 128, case.scales[1], k**-0.5)
@@ -213,4 +219,122 @@ def options(case: Case, call: dict[str, Any]) -> CheckOptions | None:
         magnitude = _top(size) + _top(call["bias"].double()) if "bias" in call else _top(size)
     # Each product of two tiles cuts bits of its sums off.
     bound = error_bound(BF16, case.k, operations=64, magnitude=magnitude)
-    return CheckOptions(bound=replace_field(bound, smallest=bound.smallest + smallest))
+    return CheckOptions(bound=changed(bound, smallest=bound.smallest + smallest))
+
+
+# What is not in the call of a function does not apply to it.
+FAULTS: dict[str, Fault] = {
+    **{
+        f"{name} {kind}": fault
+        for name in ("a", "b", "input", "residual", "norm_weight", "bias")
+        for kind, fault in {
+            "longer": replace(name, longer),
+            "of another dtype": replace(name, with_dtype(torch.float64)),
+            "with three dimensions": replace(
+                name, lambda t: t[None] if t.ndim == 2 else t[None, None]
+            ),
+            "strided": replace(name, strided),
+            "a number": put(name, 1.0),
+            **({} if name == "bias" else {"missing": put(name, None)}),
+        }.items()
+    },
+    "a of no row": replace("a", lambda t: t[:0]),
+    "a with nine rows": replace("a", lambda t: t.new_zeros(9, t.shape[1])),
+    "b of no column": replace("b", lambda t: t[:, :0]),
+    "b transposed": replace("b", torch.Tensor.t),
+    "b with one row more": replace("b", one_row_more),
+    "residual with one row more": replace("residual", one_row_more),
+    "residual expanded": replace("residual", expanded),
+    "residual sliding": replace("residual", sliding),
+    **{
+        f"{name} {kind}": fault
+        for name in ("out", "out_scale", "residual_out", "normed_out")
+        for kind, fault in {
+            "longer": replace(name, longer),
+            "with one row more": replace(name, one_row_more),
+            "of another dtype": replace(name, with_dtype(torch.float64)),
+            "strided": replace(name, strided),
+            "a number": put(name, 1.0),
+        }.items()
+    },
+    "out expanded": replace("out", expanded),
+    "out sliding": replace("out", sliding),
+    "out_scale expanded": replace("out_scale", expanded),
+    "out over residual": replace("out", lambda t: t, "residual"),
+    "residual_out over residual": replace("residual_out", lambda t: t, "residual"),
+    "normed_out over input": replace("normed_out", lambda t: t, "input"),
+    "eps not a number": put("eps", float("nan")),
+    "eps infinite": put("eps", float("inf")),
+    "eps text": put("eps", "1e-6"),
+    "eps missing": put("eps", None),
+    "enable_pdl text": put("enable_pdl", "yes"),
+    "enable_pdl a number": put("enable_pdl", 1),
+    "weight_ready text": put("weight_ready", "yes"),
+    "weight_ready a number": put("weight_ready", 1),
+}
+FUNCTION_FAULTS: dict[str, dict[str, Fault]] = {
+    CODES: {
+        "weight longer": replace("weight", longer),
+        "weight of another dtype": replace("weight", with_dtype(BF16)),
+        "weight of 384 rows": replace("weight", lambda t: t.new_zeros(384, t.shape[1])),
+        "weight flat": replace("weight", torch.Tensor.flatten),
+        "weight strided": replace("weight", strided),
+        "weight a number": put("weight", 1.0),
+        "input_scale longer": replace("input_scale", longer),
+        "input_scale of another dtype": replace("input_scale", with_dtype(torch.float64)),
+        "input_scale flat": replace("input_scale", torch.Tensor.flatten),
+        "input_scale missing": put("input_scale", None),
+        "weight_scale longer": replace("weight_scale", longer),
+        "weight_scale with one row more": replace("weight_scale", one_row_more),
+        "weight_scale of another dtype": replace("weight_scale", with_dtype(BF16)),
+        "weight_scale a number": put("weight_scale", 1.0),
+    },
+}
+# The reference backend has no vectors.
+KERNEL_FAULTS: dict[str, Fault] = {
+    f"{name} off its vectors": replace(name, shifted) for name in ("a", "b", "residual")
+}
+KERNEL_FAULTS["input off its vectors"] = lambda call: (
+    replace("input", shifted)(call) if "residual" in call else None  # not codes, which have none
+)
+
+
+def specs() -> list[JitSpec]:
+    """The modules of the drawn calls."""
+    types = E4M3, E4M3, E4M3
+    sizes = product(ROWS[CODES], COLUMNS[CODES], TERMS[CODES])
+    problems = [
+        GemmProblem(*types, m, n, k, scale="block", activation="swiglu") for m, n, k in sizes if m
+    ]
+    configs = dict.fromkeys(map(choose_config, problems))
+    few = [c for c in few_rows_configs() if c.output is not FewRowsOutput.PRODUCT]
+    return [
+        *(gen_gemm_sm90_module(config) for config in configs),
+        *(gen_few_rows_module(config) for config in few),
+        *(gen_one_row_module(config) for config in one_row_configs() if config.norm),
+    ]
+
+
+FAMILY = Family(
+    "products with a norm or an activation",
+    gemm,
+    FUNCTIONS,
+    cases(),
+    build,
+    usual,
+    FAULTS,
+    function_faults=FUNCTION_FAULTS,
+    kernel_faults=KERNEL_FAULTS,
+    options=options,
+    specs=specs,
+    full_examples=2500 * len(FUNCTIONS),
+)
+
+
+def test_products_are_right_or_refused(fuzz_run):
+    run_fuzz(FAMILY, fuzz_run)
+
+
+@pytest.mark.parametrize("fault", FAMILY.all_faults())
+def test_fault_is_refused_by_every_function_that_it_concerns(fault, device):
+    check_fault(FAMILY, fault, device)
