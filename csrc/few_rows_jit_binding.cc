@@ -47,12 +47,12 @@ void check_norm(const Norm& norm, const FewRowsParams& params, const Tensor& out
   ffi::check_contiguous(parts);
   check_wide_rows(residual, kDtype);
   ffi::check_shape(residual, {m, n});
+  ffi::check_no_broadcast(residual);
   check_vector(weight, kDtype, n, 16);
   for (const Tensor& written : {out, residual, parts}) {
     for (const Tensor& read : {a, b, weight}) ffi::check_disjoint(written, read);
   }
   ffi::check_disjoint(out, residual);
-  for (const Tensor& tensor : {parts, residual, weight}) ffi::check_same_device(tensor, a);
 }
 
 }  // namespace
@@ -80,6 +80,7 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
   ffi::check_count(b, "columns", n);
   ffi::check_shape(b, {k, n});
   ffi::check_shape(out, {m, kGated ? n / 2 : n});
+  ffi::check_no_broadcast(out);
   if (k % 16 != 0 || n % FLASHINFER_CFG_COLUMNS != 0) {
     ffi::raise("ValueError", "`b` must have a multiple of 16 rows and of %d columns, got shape %s",
                FLASHINFER_CFG_COLUMNS, b.shape_text().c_str());
@@ -93,12 +94,15 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
   for (const ffi::Tensor& in : {a, b, bias}) {
     if (in) ffi::check_disjoint(out, in);
   }
+  if constexpr (kNorm) check_norm(norm, params, out, a, b);
   ffi::check_cuda(a);
   for (const ffi::Tensor& tensor : {b, out, bias}) {
     if (tensor) ffi::check_same_device(tensor, a);
   }
   if constexpr (kNorm) {
-    check_norm(norm, params, out, a, b);
+    for (const ffi::Tensor& tensor : {norm.parts, norm.residual, norm.weight}) {
+      ffi::check_same_device(tensor, a);
+    }
     params.parts = static_cast<float*>(norm.parts.data());
     params.residual = norm.residual.data();
     params.residual_stride = norm.residual.stride(0);

@@ -36,7 +36,7 @@ void add_heads(RopeParams& params, const RopeRows& out, int64_t count, const Ten
 
 FLASHINFER_FFI_EXPORT(one_row_heads, args) {
   using namespace flashinfer;
-  const Tensor q = args.tensor("q_out"), a = args.tensor("a"), b = args.tensor("b");
+  const Tensor q = args.tensor("q_out"), a = args.tensor("input"), b = args.tensor("b");
   const Tensor bias = args.optional_tensor("bias");
   const int64_t splits = args.integer_in("splits", 1, 8);
   const bool enable_pdl = args.flag("enable_pdl");

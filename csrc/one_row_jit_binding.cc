@@ -10,7 +10,8 @@
 FLASHINFER_FFI_EXPORT(one_row, args) {
   using namespace flashinfer;
   constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
-  const ffi::Tensor out = args.tensor("out"), a = args.tensor("a"), b = args.tensor("b");
+  const ffi::Tensor out = args.tensor("out");
+  const ffi::Tensor a = args.tensor(FLASHINFER_CFG_NORM ? "input" : "a"), b = args.tensor("b");
   const ffi::Tensor bias = args.optional_tensor("bias");
   const int64_t splits = args.integer_in("splits", 1, 8);
   const bool enable_pdl = args.flag("pdl");
@@ -26,13 +27,13 @@ FLASHINFER_FFI_EXPORT(one_row, args) {
   for (const ffi::Tensor& in : {a, b, bias}) {
     if (in) ffi::check_disjoint(out, in);
   }
+#if FLASHINFER_CFG_NORM
+  take_norm(norm, params, a, b, bias, {out});
+#endif
   ffi::check_cuda(a);
   for (const ffi::Tensor& tensor : {b, out, bias}) {
     if (tensor) ffi::check_same_device(tensor, a);
   }
-#if FLASHINFER_CFG_NORM
-  take_norm(norm, params, a, b, bias, {out});
-#endif
   if (params.n == 0) return;
   params.out = out.data();
   const ffi::DeviceGuard guard(a);

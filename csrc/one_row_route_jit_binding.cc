@@ -14,7 +14,7 @@ FLASHINFER_FFI_EXPORT(one_row_route, args) {
   using ffi::Tensor;
   constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
   constexpr int64_t kMaxExperts = FLASHINFER_CFG_COLUMNS, kMaxChoices = 32;
-  const Tensor logits = args.tensor("logits"), a = args.tensor("a"), b = args.tensor("b");
+  const Tensor logits = args.tensor("logits"), a = args.tensor("input"), b = args.tensor("b");
   const Tensor bias = args.optional_tensor("bias");
   const int64_t splits = args.integer_in("splits", 1, 16);
   const bool enable_pdl = args.flag("enable_pdl");

@@ -19,7 +19,9 @@ def _check(k: int, n: int, dtype: torch.dtype) -> Callable[..., bool]:
     """The check of a function for weights ``[k, n]`` and results of a type."""
 
     @supported_compute_capability([90, 100, 103, 110, 120, 121])
-    def check(mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor) -> bool:
+    def check(
+        mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool
+    ) -> bool:
         check_tensors(mat_a=mat_a, mat_b=mat_b, out=out)
         for name, tensor in (("mat_a", mat_a), ("mat_b", mat_b)):
             check_dtype(name, tensor.dtype, (torch.bfloat16,))
@@ -37,6 +39,7 @@ def _check(k: int, n: int, dtype: torch.dtype) -> Callable[..., bool]:
         if out.shape != (m, n):
             raise ValueError(f"`out` must have shape [{m}, {n}], got {list(out.shape)}")
         check_dtype("out", out.dtype, (dtype,))
+        check_flag("launch_with_pdl", launch_with_pdl)
         return True
 
     return check
@@ -45,7 +48,6 @@ def _check(k: int, n: int, dtype: torch.dtype) -> Callable[..., bool]:
 def _run(
     mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool
 ) -> None:
-    check_flag("launch_with_pdl", launch_with_pdl)
     (m, k), n = mat_a.shape, mat_b.shape[1]
     config = choose_weight_config(
         mat_a.device, mat_a.dtype, out.dtype, "plain", mat_a.dtype, 0, m, n, k
@@ -64,10 +66,11 @@ def mm_M1_16_K7168_N128(
     Parameters
     ----------
     mat_a : torch.Tensor
-        ``[m, k]``, bfloat16, rows contiguous, on a GPU of compute capability 9.0 or newer; m is
-        from 1 to 16.
+        ``[m, k]``, bfloat16, rows contiguous and beginning at multiples of 16 bytes, on a GPU of
+        compute capability 9.0 or newer; m is from 1 to 16.
     mat_b : torch.Tensor
-        ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``.
+        ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``, whose rows begin
+        at multiples of 16 bytes.
     out : torch.Tensor
         ``[m, n]``, bfloat16, rows contiguous: receives the result.
     launch_with_pdl : bool

@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 
+from .._common.checks import optional_flag as check_optional_flag
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype
@@ -42,6 +43,7 @@ def _check(
     alpha: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
+    enable_pdl: bool | None,
 ) -> bool:
     check_tensors(input=input, weight=weight, weight_scale=weight_scale)
     if weight_format not in ("int4", "int8", *_FLOAT_GROUPS):
@@ -61,12 +63,17 @@ def _check(
             f"{unit}, got {list(weight.shape)}"
         )
     _check_scale(weight_format, input, n, weight_scale)
+    check_optional_flag("enable_pdl", enable_pdl)
     if bias is not None:
+        check_tensor("bias", bias)
         check_dtype("bias", bias.dtype, (input.dtype,))
         if bias.shape != (n,):
             raise ValueError(f"`bias` must have shape [{n}], got {list(bias.shape)}")
-    if alpha is not None and alpha.numel() != 1:
-        raise ValueError(f"`alpha` must have one element, got shape {list(alpha.shape)}")
+    if alpha is not None:
+        check_tensor("alpha", alpha)
+        check_dtype("alpha", alpha.dtype, (torch.float32,))
+        if alpha.numel() != 1:
+            raise ValueError(f"`alpha` must have one element, got shape {list(alpha.shape)}")
     check_out(out, (m, n), input.dtype)
     check_same_device(
         input=input, weight=weight, weight_scale=weight_scale, alpha=alpha, bias=bias, out=out
@@ -110,12 +117,12 @@ def weight_only_linear(
     Parameters
     ----------
     input : torch.Tensor
-        ``[m, k]``, bfloat16 or float16, rows contiguous, on a GPU of compute capability 8.0 or
-        newer. k is a multiple of 32, or of 16 for ``"int8"``.
+        ``[m, k]``, bfloat16 or float16, rows contiguous and beginning at multiples of 16 bytes, on
+        a GPU of compute capability 8.0 or newer. k is a multiple of 32, or of 16 for ``"int8"``.
     weight : torch.Tensor
-        Codes, rows contiguous. ``[n, k]``, int8, for ``"int8"``. Otherwise ``[n, k / 2]``, uint8,
-        the first of two codes in the lower four bits: two's complement for ``"int4"``, e2m1 for
-        ``"mxfp4"`` and ``"nvfp4"``.
+        Codes, rows contiguous and beginning at multiples of 16 bytes. ``[n, k]``, int8, for
+        ``"int8"``. Otherwise ``[n, k / 2]``, uint8, the first of two codes in the lower four bits:
+        two's complement for ``"int4"``, e2m1 for ``"mxfp4"`` and ``"nvfp4"``.
     weight_scale : torch.Tensor
         Factors of the codes, rows contiguous. For integers of `input`'s type or
         float32, ``[n]`` or ``[n, 1]`` for a scale per row, or ``[n, k / group]`` with groups of 32,
@@ -126,7 +133,7 @@ def weight_only_linear(
     alpha : torch.Tensor, optional
         One float32 element on the GPU, such as the global scale of NVFP4 weights; 1 if None.
     bias : torch.Tensor, optional
-        ``[n]``, dtype of `input`.
+        ``[n]``, dtype of `input`, contiguous.
     out : torch.Tensor, optional
         ``[m, n]``, dtype of `input`, contiguous: receives the result.
     enable_pdl : bool, optional

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashinfer._common import checks
+from flashinfer._common import arch, checks
 from tests.unit.bindings_alone import leave_out_kernels
 
 
@@ -17,7 +18,8 @@ def bindings_on_the_cpu(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
 
     The bindings check everything else before the device, so a machine without a GPU sees their
     answers: a call with a fault gets its own error, and a good call gets as far as the complaint
-    that the tensor is not on a GPU. Nothing else is built, except under ``--full``.
+    that the tensor is not on a GPU. Nothing else is built, except under ``--full``. Kernels are
+    chosen as for an H200.
     """
     if not torch.cuda.is_available():
         monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
@@ -29,3 +31,11 @@ def bindings_on_the_cpu(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
             checks.tensor(name, tensor)
 
     monkeypatch.setattr(checks, "cuda_tensors", check_types_only)
+    facts = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setitem(arch._CAPABILITIES, torch.device("cpu"), (9, 0))
+    get_properties = arch.get_device_properties
+    monkeypatch.setattr(
+        arch,
+        "get_device_properties",
+        lambda device: facts if device == torch.device("cpu") else get_properties(device),
+    )

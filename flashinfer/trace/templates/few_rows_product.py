@@ -59,7 +59,7 @@ mm_silu_and_mul_bf16_trace = TraceTemplate(
         "b": row_of(["k", "gate_and_up"], "Gate and values."),
     },
     outputs={"out": row_of(["m", "n"])},
-    constraints=["gate_and_up == 2 * n"],
+    constraints=["gate_and_up == 2 * n", "1 <= m <= 8", "gate_and_up > 0"],
     name_prefix="mm_silu_and_mul_bf16",
     reference=_mm_silu_and_mul_bf16_reference,
     init=lambda arguments: _tensors(arguments, a=(3, 64), b=(64, 256)),
@@ -78,13 +78,16 @@ mm_add_rmsnorm_bf16_trace = TraceTemplate(
         "a": row_of(["m", "k"], "Rows."),
         "b": row_of(["k", "n"], "Right operand."),
         "residual": row_of(["m", "n"], "What the product is added to."),
-        "norm_weight": Tensor(["n"], dtype="bfloat16", description="Weight of the norm."),
+        "norm_weight": Tensor(
+            ["n"], dtype="bfloat16", layout="rows", description="Weight of the norm."
+        ),
         "eps": Scalar("float32", description="Under the root."),
     },
     outputs={
         "out": row_of(["m", "n"]),
         "residual_out": Tensor(["m", "n"], param="residual", dtype_from="residual", layout="rows"),
     },
+    constraints=["1 <= m <= 8", "0 < n <= 4096"],
     name_prefix="mm_add_rmsnorm_bf16",
     reference=_mm_add_rmsnorm_bf16_reference,
     init=lambda arguments: _tensors(

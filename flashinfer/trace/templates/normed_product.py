@@ -53,9 +53,17 @@ add_rmsnorm_mm_bf16_trace = TraceTemplate(
     inputs={
         "input": row_of(["m", "k"], "Row."),
         "residual": row_of(["m", "k"], "What is added to it."),
-        "norm_weight": Tensor(["k"], dtype="bfloat16", description="Weight of the norm."),
+        "norm_weight": Tensor(
+            ["k"], dtype="bfloat16", layout="rows", description="Weight of the norm."
+        ),
         "b": row_of(["k", "n"], "Right operand."),
-        "bias": Tensor(["n"], dtype="bfloat16", optional=True, description="Added to the product."),
+        "bias": Tensor(
+            ["n"],
+            dtype="bfloat16",
+            optional=True,
+            layout="rows",
+            description="Added to the product.",
+        ),
         "eps": Scalar("float32", description="Under the root."),
     },
     outputs={
@@ -63,6 +71,7 @@ add_rmsnorm_mm_bf16_trace = TraceTemplate(
         "residual_out": row_of(["m", "k"]),
         "normed_out": row_of(["m", "k"]),
     },
+    constraints=["m == 1", "0 < k <= 4096", "n > 0"],
     name_prefix="add_rmsnorm_mm_bf16",
     reference=_add_rmsnorm_mm_bf16_reference,
     init=_init,

@@ -102,7 +102,10 @@ def _template(weight_format: str, scale_rank: int) -> TraceTemplate:
         inputs={
             "input": Tensor(["m", "k"], dtypes=_HALF, layout="rows", description="Left operand."),
             "weight": Tensor(
-                ["n", "columns"], dtype="int8" if is_int8 else "uint8", description="Codes."
+                ["n", "columns"],
+                dtype="int8" if is_int8 else "uint8",
+                layout="rows",
+                description="Codes.",
             ),
             "weight_scale": Tensor(
                 scales,
@@ -115,7 +118,11 @@ def _template(weight_format: str, scale_rank: int) -> TraceTemplate:
                 ["one"], dtype="float32", optional=True, description="Factor of the product."
             ),
             "bias": Tensor(
-                ["n"], dtype_from="input", optional=True, description="Added to every row."
+                ["n"],
+                dtype_from="input",
+                optional=True,
+                layout="rows",
+                description="Added to every row.",
             ),
         },
         outputs={"out": Tensor(["m", "n"], dtype_from="input", param="out")},
