@@ -198,12 +198,13 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
             yield replace(tile, tile_columns=columns)
     many = problem.groups == "indices" or (blocks and problem.group_rows > base.tile_rows)
     if many and not gated and problem.scale == "block" and problem.dtype_out.itemsize == 2:
-        wide = replace(base, tile_columns=256, cluster_columns=2)
-        yield replace(wide, max_stages=_STORING_STAGES)
+        wide = replace(base, tile_columns=256, max_stages=_STORING_STAGES)
+        yield from (wide, replace(wide, cluster_columns=2))
         if problem.groups == "indices":
             yield replace(base, tile_columns=192, cluster_columns=2, max_stages=4)
         else:
-            yield replace(base, tile_rows=256, cluster_columns=2, max_stages=_STORING_STAGES)
+            tall = replace(base, tile_rows=256, max_stages=_STORING_STAGES)
+            yield from (tall, replace(tall, cluster_columns=2))
 
 
 def _few(base: GemmConfig, rows: int, columns: int) -> Iterator[GemmConfig]:
