@@ -192,10 +192,9 @@ def _side_effects(
         for old, new in zip(iter_tensors(before[name]), iter_tensors(value), strict=True):
             if new.untyped_storage().data_ptr() in outputs or not new.numel():
                 continue
-            bits = [
-                t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8)
-                for t in (old, new)
-            ]
+            # A copy has the strides of its shape, which a view as bytes asks for.
+            copies = [t.reshape(-1).clone(memory_format=torch.contiguous_format) for t in (old, new)]
+            bits = [t.view(torch.uint8) for t in copies]
             if not torch.equal(*bits):
                 failures.append(f"{name} is an input, and was changed")
     old_groups, new_groups = list(_by_storage(before).values()), list(_by_storage(after).values())
