@@ -9,6 +9,7 @@ from .._common.arch import as_number, get_compute_capability
 from .._common.checks import cuda_tensors
 from .._common.checks import dtype as check_out_dtype
 from .._common.checks import flag as check_flag
+from .._common.checks import tensor as check_tensor
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
 from .._instrument.questions import Runs, says_where_it_runs, since
@@ -39,24 +40,69 @@ _RUNS: dict[str, Runs] = {
 }
 
 
+_CALLED = {
+    NAMES["a"]: ("a", "b", 2),
+    NAMES["A"]: ("A", "B", 3),
+    NAMES["input"]: ("input", "weight", 2),
+}
+"""What a function calls its operands, and their number of dimensions."""
+
+
+def _check_operands(names: int, a: Any, b: Any) -> None:
+    left, right, rank = _CALLED[names]
+    for name, tensor in ((left, a), (right, b)):
+        check_tensor(name, tensor, rank)
+        check_dtype(name, tensor.dtype, (torch.bfloat16,))
+    if a.shape[-1] > 1 and a.stride(-1) != 1:
+        raise ValueError(f"`{left}` must have contiguous rows, got strides {list(a.stride())}")
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(
+            f"`{left}` and `{right}` must have the same k and batches, got shapes "
+            f"{list(a.shape)} and {list(b.shape)}"
+        )
+    if min(b.shape[-2:]) > 1 and 1 not in b.stride()[-2:]:
+        raise ValueError(f"`{right}` must be contiguous along k, got strides {list(b.stride())}")
+
+
+def _check_results(out: Any, bias: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    columns = shape[-1]
+    check_tensor("out", out)
+    check_dtype("out", out.dtype, (dtype,))
+    if out.shape != shape:
+        raise ValueError(f"`out` must have shape {list(shape)}, got {list(out.shape)}")
+    leading = [step for size, step in zip(shape, out.stride(), strict=True) if size > 1]
+    if columns > 1:
+        leading.pop()
+    overlaps = out.numel() > 0 and any(step < columns for step in leading)
+    if overlaps or (columns > 1 and out.stride(-1) != 1):
+        raise ValueError(
+            f"`out` must have contiguous rows that do not overlap, got strides {list(out.stride())}"
+        )
+    if bias is None:
+        return
+    check_tensor("bias", bias)
+    check_dtype("bias", bias.dtype, (dtype,))
+    if bias.shape != (columns,) or (columns > 1 and bias.stride(0) != 1):
+        raise ValueError(
+            f"`bias` must have shape [{columns}] and be contiguous, got shape {list(bias.shape)} "
+            f"with strides {list(bias.stride())}"
+        )
+
+
 def _choose(arguments: tuple[Any, ...], backend: str) -> _Call:
     """The call that computes ``out = a @ b`` of these shapes, kept for the next one."""
-    _, out, a, b, *_ = arguments
-    names = ("a", "b") if a.ndim == 2 else ("A", "B")
-    cuda_tensors(**dict(zip(names, (a, b), strict=True)), out=out)
-    for name, tensor in zip(names, (a, b), strict=True):
-        check_dtype(name, tensor.dtype, (torch.bfloat16,))
-        if tensor.ndim not in (2, 3) or tensor.ndim != a.ndim:
-            raise ValueError(
-                f"`{name}` must have {a.ndim} dimensions, got shape {list(tensor.shape)}"
-            )
-    check_dtype("out_dtype", out.dtype, _OUTPUTS)
+    names, out, a, b, *_ = arguments
+    if not isinstance(backend, str):
+        raise TypeError(f"`backend` must be a str, got {type(backend).__name__}")
+    if backend not in _RUNS:
+        raise BackendSupportedError(f"`backend` must be one of {[*_RUNS]}, got {backend!r}")
+    left, right, _ = _CALLED[names]
+    cuda_tensors(**{left: a, right: b}, out=out)
     capability = get_compute_capability(a.device)
-    runs = _RUNS.get(backend) if isinstance(backend, str) else None
-    if runs is None or not runs(as_number(capability)):
+    if not _RUNS[backend](as_number(capability)):
         raise BackendSupportedError(
-            f"`backend` must be 'cudnn', 'cublaslt', 'tinygemm' or 'auto' on a GPU that has it, "
-            f"got {backend!r} for compute capability {capability[0]}.{capability[1]}"
+            f"`backend` must be one that the GPU has, got {backend!r} for compute capability "
+            f"{capability[0]}.{capability[1]}"
         )
     rows, k = a.shape[-2], a.shape[-1]
     if capability != HOPPER or backend == "cublaslt":
@@ -78,17 +124,14 @@ def _cublas(
     *_: Any,
 ) -> None:
     """The product by cuBLASLt."""
-    shape = (*a.shape[:-1], b.shape[-1])
-    if a.shape[-1] != b.shape[-2] or out.shape != shape or a.shape[:-2] != b.shape[:-2]:
-        raise ValueError(
-            f"`out` must have shape [.., m, n] of [.., m, k] @ [.., k, n], got {list(out.shape)} "
-            f"for {list(a.shape)} @ {list(b.shape)}"
-        )
+    _check_operands(names, a, b)
+    _check_results(out, bias, (*a.shape[:-1], b.shape[-1]), out.dtype)
     if out.dtype != a.dtype:
         raise ValueError(f"`out_dtype` must be torch.bfloat16 for cuBLASLt, got {out.dtype}")
-    torch.matmul(a, b, out=out)
-    if bias is not None:
-        out += bias
+    if bias is None:
+        torch.matmul(a, b, out=out)
+    else:  # in one step, which rounds once
+        torch.addmm(bias, a, b, out=out)
 
 
 def _product(
@@ -106,18 +149,20 @@ def _product(
         if out is None:
             out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
         elif out.dtype is not out_dtype:
-            check_dtype("out", out.dtype, (out_dtype,))
-        product = _products[a.shape, b.shape, out_dtype, backend, a.device]
-    except (KeyError, AttributeError, RuntimeError, TypeError):
-        cuda_tensors(a=a, b=b)
+            raise TypeError
+        product = _products[names, a.shape, b.shape, out_dtype, backend, a.device]
+    except (KeyError, AttributeError, IndexError, RuntimeError, TypeError):
+        _check_operands(names, a, b)
         check_out_dtype("out_dtype", out_dtype, _OUTPUTS)
-        assert out is not None
+        shape = (*a.shape[:-1], b.shape[-1])
+        out = a.new_empty(shape, dtype=out_dtype) if out is None else out
+        _check_results(out, bias, shape, out_dtype)
         if len(_products) > _MOST_PRODUCTS:
             _products.clear()
         arguments = (names, out, a, b, None, bias, 1.0, None, None, layout, 0, pdl)
         product = _choose(arguments, backend)
         if not is_tuning():
-            _products[a.shape, b.shape, out_dtype, backend, a.device] = product
+            _products[names, a.shape, b.shape, out_dtype, backend, a.device] = product
     product(names, out, a, b, None, bias, 1.0, None, None, layout, 0, pdl)
     return out
 
@@ -141,7 +186,8 @@ def mm_bf16(
     Parameters
     ----------
     a : torch.Tensor
-        ``[m, k]``, bfloat16, rows contiguous, on a GPU. k is a multiple of 8.
+        ``[m, k]``, bfloat16, rows contiguous, on a GPU. k is a multiple of 8. Rows of operands
+        begin at multiples of 16 bytes.
     b : torch.Tensor
         ``[k, n]``, bfloat16, column-major: the transpose of a weight ``[n, k]``. With up to 8
         rows of `a` on Hopper, k up to 32768 and bfloat16 results, rows may be contiguous instead,
@@ -182,6 +228,7 @@ def mm_bf16(
     torch.Size([16, 6144])
     """
     layout = TRANSPOSED_B | (STARTS_EARLY if check_flag("weight_ready", weight_ready) else 0)
+    check_flag("pdl", pdl)
     if backend != "cublaslt" and out_dtype == torch.bfloat16 and takes(a, b):
         return _few_rows(a, b, bias, pdl, out, backend, weight_ready)
     return _product(NAMES["a"], a, b, bias, pdl, out, out_dtype, backend, layout)
@@ -270,6 +317,8 @@ def tinygemm_bf16(
     TypeError, ValueError
         As `mm_bf16`.
     """
-    cuda_tensors(input=input, weight=weight, out=out)
+    check_tensor("weight", weight, 2)
+    check_tensor("out", out)
     layout = TRANSPOSED_B | (STARTS_EARLY if check_flag("use_pdl", use_pdl) else 0)
-    _product(NAMES["a"], input, weight.t(), bias, use_pdl, out, torch.bfloat16, "tinygemm", layout)
+    names, dtype = NAMES["input"], torch.bfloat16
+    _product(names, input, weight.t(), bias, use_pdl, out, dtype, "tinygemm", layout)

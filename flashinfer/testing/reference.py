@@ -193,7 +193,9 @@ def _side_effects(
             if new.untyped_storage().data_ptr() in outputs or not new.numel():
                 continue
             # A copy has the strides of its shape, which a view as bytes asks for.
-            copies = [t.reshape(-1).clone(memory_format=torch.contiguous_format) for t in (old, new)]
+            copies = [
+                t.reshape(-1).clone(memory_format=torch.contiguous_format) for t in (old, new)
+            ]
             bits = [t.view(torch.uint8) for t in copies]
             if not torch.equal(*bits):
                 failures.append(f"{name} is an input, and was changed")

@@ -70,6 +70,25 @@ def _leading_dimensions_fold(tensor: torch.Tensor) -> bool:
     )
 
 
+def check_chosen_dtype(key: str, spec: Tensor, arguments: Mapping[str, Any], tensor: Any) -> None:
+    """Refuse the argument that names a result's dtype, where it is none that the result has, and a
+    destination of another dtype than that."""
+    name = spec.dtype_from_scalar
+    chosen = arguments.get(name) if name is not None else None
+    if chosen is None:
+        return
+    if not isinstance(chosen, torch.dtype):
+        raise TypeError(f"`{name}` must be a torch.dtype, got {type(chosen).__name__}")
+    if spec.dtypes and torch_name(chosen) not in spec.dtypes:
+        allowed = " or ".join(spec.dtypes)
+        raise ValueError(f"`{name}` must have dtype {allowed}, got {torch_name(chosen)}")
+    if isinstance(tensor, torch.Tensor) and tensor.dtype != chosen:
+        raise ValueError(
+            f"`{spec.param or key}` must have dtype {torch_name(chosen)}, got "
+            f"{torch_name(tensor.dtype)}"
+        )
+
+
 _FLOAT32 = torch.finfo(torch.float32)
 
 

@@ -22,7 +22,14 @@ import torch
 from .._common.checks import choice
 from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import SHORT_FLOATS, torch_name
-from .arguments import check_constraints, check_layout, check_scalar, folded_shape, names_in
+from .arguments import (
+    check_chosen_dtype,
+    check_constraints,
+    check_layout,
+    check_scalar,
+    folded_shape,
+    names_in,
+)
 from .check import default_check
 from .examples import draw_arguments, example_arguments, is_completion
 from .specs import (
@@ -291,6 +298,9 @@ class TraceTemplate:
         """
         arguments = self.gathered(arguments)
         names: dict[str, str] = {}
+        for key, spec in self.outputs.items():
+            if isinstance(spec, Tensor):
+                check_chosen_dtype(key, spec, arguments, argument_of(key, spec, arguments))
         for key, spec in [*self.inputs.items(), *self.outputs.items()]:
             if isinstance(spec, Scalar):
                 names[key] = spec.dtype

@@ -15,6 +15,7 @@ import torch
 import flashinfer
 from flashinfer.reference_backend import is_active
 from tests.fuzzing import families
+from tests.gemm import test_grouped_fuzz as grouped
 from tests.unit import test_sampling_refusals as sampling
 
 pytestmark = [
@@ -24,12 +25,22 @@ pytestmark = [
 ]
 CPU = torch.device("cpu")
 
-# Kernels read whole vectors, which a reference has none of.
-OF_KERNELS_ALONE = {
-    (function, f"{name} off its vectors")
-    for function in ("fused_add_rmsnorm_fp8_block_quant", "rmsnorm_fp8_block_quant")
-    for name in ("input", "weight", "residual", "normed_out", "out")
-}
+# Kernels read whole vectors, which a reference has none of; it takes strides that they do not, and
+# the type of a result that is given.
+OF_KERNELS_ALONE = (
+    {
+        (function, f"{name} off its vectors")
+        for function in ("fused_add_rmsnorm_fp8_block_quant", "rmsnorm_fp8_block_quant")
+        for name in ("input", "weight", "residual", "normed_out", "out")
+    }
+    | {
+        ("mm_bf16", "b strided"),
+        ("bmm_bf16", "B strided"),
+        ("mm_bf16", "out_dtype missing"),
+        ("bmm_bf16", "out_dtype missing"),
+    }
+    | {(function, f"{name} off its vectors") for function in grouped.FUNCTIONS for name in "abx"}
+)
 
 
 def _error(api: Callable[..., Any], arguments: dict[str, Any]) -> Exception | None:

@@ -210,7 +210,9 @@ mm_bf16_trace = TraceTemplate(
     inputs={
         "a": Tensor(["m", "k"], dtype="bfloat16", layout="rows", description="Left operand."),
         "b": Tensor(["k", "n"], dtype="bfloat16", description="Right operand, column-major."),
-        "bias": Tensor(["n"], dtypes=_WIDE, optional=True, description="Added to every row."),
+        "bias": Tensor(
+            ["n"], dtype_from_scalar="out_dtype", optional=True, description="Added to every row."
+        ),
     },
     outputs={
         "out": Tensor(["m", "n"], dtype_from_scalar="out_dtype", dtypes=_WIDE, layout="rows"),

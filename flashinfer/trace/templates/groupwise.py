@@ -333,7 +333,9 @@ batch_deepgemm_fp8_nt_groupwise_trace = TraceTemplate(
         **_operands("groups", batched=True),
         **_scales("K", "m", "groups", batched=True),
         "masked_m": _indices("Rows of each matrix that are computed.", "groups"),
-        "expected_m": Scalar("int32", minimum=1, description="Rows that a matrix typically has: a hint."),
+        "expected_m": Scalar(
+            "int32", minimum=1, description="Rows that a matrix typically has: a hint."
+        ),
     },
     outputs={
         "out": Tensor(
