@@ -323,10 +323,8 @@ void run(ffi::Args& args) {
   }
   if (t.row_index) check_vector(t.row_index, ffi::dtype::int32, num_rows);
   if (t.row_weight) check_vector(t.row_weight, ffi::dtype::float32, num_rows);
-  if (a.k > 0) {
-    a.check_aligned(t.a, kElement);
-    b.check_aligned(t.b, kElement);
-  }
+  if (t.a.numel() > 0) a.check_aligned(t.a, kElement);
+  if (t.b.numel() > 0) b.check_aligned(t.b, kElement);
 
   ffi::check_cuda(t.a);
   for (const ffi::Tensor& tensor :

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._common.checks import choice as check_choice
 from .._common.checks import cuda_tensors
 from .._common.checks import dtype as check_out_dtype
 from .._common.checks import tensor as check_tensor
@@ -345,14 +346,12 @@ def grouped_mm_fp8(
     torch.Tensor
         ``[m, n]``; `out` if it was given.
     """
-    if backend not in ("cudnn", "auto"):
-        raise ValueError(f"`backend` must be 'cudnn' or 'auto', got {backend!r}")
-    check_dtype("out_dtype", out_dtype, (*_OUT, torch.float32))
+    check_choice("backend", backend, ("cudnn", "auto"))
+    check_out_dtype("out_dtype", out_dtype, (*_OUT, torch.float32))
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    check_tensor("out", out)
     check_dtype("out", out.dtype, (out_dtype,))
-    if out.numel() == 0:
-        return out
     (rows, k), (batches, columns, _) = a.shape, b.shape
     problem = GemmProblem(
         a.dtype, b.dtype, out.dtype, rows, columns, k, batches=batches, groups="offsets"

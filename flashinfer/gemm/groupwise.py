@@ -6,6 +6,7 @@ import torch
 
 from .._common.checks import choice as check_choice
 from .._common.checks import count as check_count
+from .._common.checks import dtype as check_out_dtype
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
@@ -44,18 +45,48 @@ def _check(
         check_tensor("out", out)
         check_dtype("out", out.dtype, _OUT)
     if out_dtype is not None:
-        check_dtype("out_dtype", out_dtype, _OUT)
+        check_out_dtype("out_dtype", out_dtype, _OUT)
         if out is not None:
             check_dtype("out", out.dtype, (out_dtype,))
     return True
 
 
-def _check_mode(mode: object, granularity: tuple[int, int, int], allowed: tuple[Any, ...]) -> int:
+@supported_compute_capability([90])
+def _check_grouped(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> bool:
+    _check(a, b, a_scale, b_scale, out, out_dtype)
+    check_tensor("a", a, 2)
+    check_tensor("b", b, 3)
+    return True
+
+
+@supported_compute_capability([90])
+def _check_masked(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> bool:
+    _check(a, b, a_scale, b_scale, out, out_dtype)
+    check_tensor("a", a, 3)
+    check_tensor("b", b, 3)
+    return True
+
+
+def _check_mode(mode: object, granularity: Any, allowed: tuple[Any, ...]) -> int:
     """Bits of the launch's layout."""
     check_choice("scale_major_mode", mode, ("MN", "K"))
-    if tuple(granularity) not in allowed:
-        listed = " or ".join(map(str, allowed))
-        raise ValueError(f"`scale_granularity_mnk` must be {listed}, got {granularity!r}")
+    if isinstance(granularity, list):
+        granularity = tuple(granularity)
+    check_choice("scale_granularity_mnk", granularity, allowed)
     by_block = SCALES_BY_BLOCK if granularity[0] == 128 else 0
     return (SCALES_BY_K if mode == "MN" else 0) | by_block
 
@@ -77,8 +108,6 @@ def _run(
 ) -> torch.Tensor:
     if out is None:
         out = a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype or torch.bfloat16)
-    if out.numel() == 0:
-        return out
     batches = b.shape[0] if b.ndim == 3 else 1
     problem = GemmProblem(
         a.dtype,
@@ -184,7 +213,7 @@ def gemm_fp8_nt_blockscaled(
     return _run("a", "batch", a, b, (a_scale, b_scale), None, layout, out, out_dtype)
 
 
-@backend_requirement({}, common_check=_check)
+@backend_requirement({}, common_check=_check_grouped)
 @flashinfer_api(trace=group_gemm_fp8_nt_groupwise_trace)
 def group_gemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -229,8 +258,7 @@ def group_gemm_fp8_nt_groupwise(
     torch.Tensor
         ``[m, n]``; `out` if it was given.
     """
-    if backend not in ("trtllm", "cutile"):
-        raise ValueError(f"`backend` must be 'trtllm' or 'cutile', got {backend!r}")
+    check_choice("backend", backend, ("trtllm", "cutile"))
     check_choice("mma_sm", mma_sm, (1, 2))
     check_count("segment_alignment", segment_alignment)
     layout = _check_mode(scale_major_mode, scale_granularity_mnk, (_BY_ROW,))
@@ -238,7 +266,7 @@ def group_gemm_fp8_nt_groupwise(
     return _run("a", "offsets", a, b, (a_scale, b_scale), m_indptr, layout, out, out_dtype)
 
 
-@backend_requirement({}, common_check=_check)
+@backend_requirement({}, common_check=_check_grouped)
 @flashinfer_api(trace=group_deepgemm_fp8_nt_groupwise_trace)
 def group_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -298,7 +326,7 @@ def check_groups(
     TypeError, ValueError
         Naming the argument.
     """
-    _check(a, b, a_scale, b_scale, out, out_dtype)
+    _check_grouped(a, b, a_scale, b_scale, out, out_dtype)
     check_tensor("m_indices", m_indices)
     if not isinstance(validate_indices, bool):
         raise TypeError(f"`validate_indices` must be a bool, got {validate_indices!r}")
@@ -349,7 +377,7 @@ def group_gemm_fp8_nt_groupwise_contiguous(
     return _run("m_indices", "indices", a, b, scales, m_indices, layout, out, out_dtype)
 
 
-@backend_requirement({}, common_check=_check)
+@backend_requirement({}, common_check=_check_masked)
 @flashinfer_api(trace=batch_deepgemm_fp8_nt_groupwise_trace)
 def batch_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -389,10 +417,8 @@ def batch_deepgemm_fp8_nt_groupwise(
     torch.Tensor
         ``[groups, m, n]``; `out` if it was given.
     """
-    if backend != "deepgemm":
-        raise ValueError(f"`backend` must be 'deepgemm', got {backend!r}")
-    if expected_m < 1:
-        raise ValueError(f"`expected_m` must be at least 1, got {expected_m!r}")
+    check_choice("backend", backend, ("deepgemm",))
+    check_count("expected_m", expected_m)
     layout = _check_mode("K", scale_granularity_mnk, (_BY_ROW,))
     check_tensor("masked_m", masked_m)
     scales, rows = (a_scale, b_scale), min(expected_m, max(a.shape[-2], 1))

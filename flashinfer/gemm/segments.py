@@ -4,7 +4,10 @@ from typing import Any, cast
 
 import torch
 
-from .._common.checks import cuda_tensors
+from .._common.checks import choice as check_choice
+from .._common.checks import count as check_count
+from .._common.checks import dtype as check_out_dtype
+from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype
@@ -74,14 +77,12 @@ def grouped_mm_bf16(
     BackendSupportedError
         A ``ValueError``: if the GPU is not a Hopper.
     """
-    if backend not in ("cudnn", "auto"):
-        raise ValueError(f"`backend` must be 'cudnn' or 'auto', got {backend!r}")
-    check_dtype("out_dtype", out_dtype, (*_OPERANDS, torch.float32))
+    check_choice("backend", backend, ("cudnn", "auto"))
+    check_out_dtype("out_dtype", out_dtype, (*_OPERANDS, torch.float32))
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    check_tensor("out", out)
     check_dtype("out", out.dtype, (out_dtype,))
-    if out.numel() == 0:
-        return out
     (rows, k), (batches, columns, _) = a.shape, b.shape
     problem = GemmProblem(
         a.dtype, b.dtype, out.dtype, rows, columns, k, batches=batches, groups="offsets"
@@ -162,19 +163,25 @@ class SegmentGEMMWrapper(Planned):
         TypeError, ValueError
             If an argument is not as listed above.
         """
-        cuda_tensors(x=x, weights=weights)
+        check_tensor("x", x, 2)
+        check_tensor("weights", weights, 3)
         check_dtype("x", x.dtype, _OPERANDS)
-        if x.ndim != 2 or weights.ndim != 3:
-            raise ValueError(
-                f"`x` and `weights` must have 2 and 3 dimensions, got {x.ndim} and {weights.ndim}"
-            )
+        check_dtype("weights", weights.dtype, (x.dtype,))
+        check_count("batch_size", batch_size, 0)
         if (seg_lens is None) == (seg_indptr is None):
             raise ValueError("either `seg_lens` or `seg_indptr` must be given")
+        k = weights.shape[2 if check_flag("weight_column_major", weight_column_major) else 1]
+        if k != x.shape[1]:
+            raise ValueError(
+                f"`weights` must have k {x.shape[1]} as `x` has, got shape {list(weights.shape)} "
+                f"for `weight_column_major` {weight_column_major}"
+            )
         if not weight_column_major and weights.stride(1) != 1:
             weights = weights.mT.contiguous().mT
         n = weights.shape[1 if weight_column_major else 2]
         if out is None:
             out = x.new_empty((x.shape[0], n))
+        check_tensor("out", out)
         check_dtype("out", out.dtype, (x.dtype,))
         groups, kind = (seg_indptr, "offsets") if seg_lens is None else (seg_lens, "lengths")
         assert groups is not None
@@ -193,12 +200,16 @@ class SegmentGEMMWrapper(Planned):
                 f"`{name}` must have shape [{expected}] for `batch_size` {batch_size}, got "
                 f"{list(groups.shape)}"
             )
+        if weight_indices is not None and weight_indices.shape != (batch_size,):
+            raise ValueError(
+                f"`weight_indices` must have shape [{batch_size}], got {list(weight_indices.shape)}"
+            )
         if weight_indices is None and weights.shape[0] != batch_size:
             raise ValueError(
                 f"`weights` must have {batch_size} matrices where `weight_indices` is None, got "
                 f"shape {list(weights.shape)}"
             )
-        if out.numel() == 0 or batch_size == 0:
+        if batch_size == 0:
             return out
         problem = GemmProblem(
             x.dtype,
@@ -206,7 +217,7 @@ class SegmentGEMMWrapper(Planned):
             out.dtype,
             rows=x.shape[0],
             columns=n,
-            k=x.shape[1],
+            k=k,
             batches=batch_size,
             groups=kind,
         )

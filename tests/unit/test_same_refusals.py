@@ -15,7 +15,7 @@ import torch
 import flashinfer
 from flashinfer.reference_backend import is_active
 from tests.fuzzing import families
-from tests.gemm import test_weight_only_fuzz
+from tests.gemm import test_grouped_fuzz, test_weight_only_fuzz
 from tests.unit import test_sampling_refusals as sampling
 
 pytestmark = [
@@ -42,6 +42,11 @@ OF_KERNELS_ALONE |= {
     ("weight_only_linear", "weight off its vectors"),
     ("add_rmsnorm_mm_bf16", "input off its vectors"),
     *((name, "mat_a off its vectors") for name in test_weight_only_fuzz.ROUTERS),
+    *(
+        (function, f"{name} off its vectors")
+        for function in test_grouped_fuzz.FUNCTIONS
+        for name in "abx"
+    ),
     *(
         (function, f"{name} off its vectors")
         for function in ("mm_silu_and_mul_bf16", "mm_add_rmsnorm_bf16", "add_rmsnorm_mm_bf16")

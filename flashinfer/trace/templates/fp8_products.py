@@ -145,15 +145,21 @@ grouped_mm_fp8_trace = TraceTemplate(
         "m_indptr": Tensor(
             ["bounds"],
             dtypes=("int32", "int64"),
+            layout="rows",
             description="First row of each group, and the end of the last.",
         ),
         "alpha": _ALPHA,
     },
     outputs={
         "out": Tensor(
-            ["m", "n"], dtype_from_scalar="out_dtype", dtypes=(*_HALF, "float32"), param="out"
+            ["m", "n"],
+            dtype_from_scalar="out_dtype",
+            dtypes=(*_HALF, "float32"),
+            layout="rows",
+            param="out",
         )
     },
+    constraints=["bounds == groups + 1"],
     name_prefix="grouped_mm_fp8",
     reference=_grouped_mm_fp8_reference,
     init=_grouped_init,

@@ -244,7 +244,7 @@ gemm_fp8_nt_blockscaled_trace = _dispatch(
 
 
 def _indices(name: str, *dims: str) -> Tensor:
-    return Tensor(list(dims), dtypes=("int32", "int64"), description=name)
+    return Tensor(list(dims), dtypes=("int32", "int64"), layout="rows", description=name)
 
 
 @functools.cache
@@ -268,6 +268,7 @@ def _group_template(mode: str) -> TraceTemplate:
             "m_indptr": _indices("First row of each group, and the end of the last.", "bounds"),
         },
         outputs={"out": _OUT},
+        constraints=["bounds == groups + 1"],
         name_prefix=f"group_gemm_fp8_nt_groupwise_{mode.lower()}",
         reference=_group_gemm_fp8_nt_groupwise_reference,
         init=init,
@@ -332,7 +333,9 @@ batch_deepgemm_fp8_nt_groupwise_trace = TraceTemplate(
         **_operands("groups", batched=True),
         **_scales("K", "m", "groups", batched=True),
         "masked_m": _indices("Rows of each matrix that are computed.", "groups"),
-        "expected_m": Scalar("int32", description="Rows that a matrix typically has: a hint."),
+        "expected_m": Scalar(
+            "int32", minimum=1, description="Rows that a matrix typically has: a hint."
+        ),
     },
     outputs={
         "out": Tensor(
@@ -340,6 +343,7 @@ batch_deepgemm_fp8_nt_groupwise_trace = TraceTemplate(
             dtype_from_scalar="out_dtype",
             dtype_default="bfloat16",
             dtypes=_HALF,
+            layout="rows",
             param="out",
         )
     },
@@ -372,9 +376,14 @@ grouped_mm_bf16_trace = TraceTemplate(
     },
     outputs={
         "out": Tensor(
-            ["m", "n"], dtype_from_scalar="out_dtype", dtypes=(*_HALF, "float32"), param="out"
+            ["m", "n"],
+            dtype_from_scalar="out_dtype",
+            dtypes=(*_HALF, "float32"),
+            layout="rows",
+            param="out",
         )
     },
+    constraints=["bounds == groups + 1"],
     name_prefix="grouped_mm_bf16",
     reference=_grouped_mm_bf16_reference,
     init=_grouped_init,
