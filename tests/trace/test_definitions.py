@@ -225,6 +225,7 @@ def test_committed_references_run_without_this_package(tmp_path):
         "gdn_fused",
         "replayssm",
         "group_gemm",  # rows of no group are not defined
+        "segment_gemm",  # the same of segments
         "group_deepgemm",
         "moe_activation",
         "moe_finalize",
