@@ -32,6 +32,7 @@ _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
 _STORE = 0.6  # microseconds to store a tile
 _HIDDEN_STORE = 3.5  # that a tile takes less if it is stored as a whole; the last one a third of it
 _STORING_ROWS = 256  # of a group, from which on that shows: below, memory is the bound
+_PAIR = 1.04  # times that CTAs of a pair take for large tiles of 8 bits: they wait for each other
 _TALL = 1.2  # that a tile of 256 rows takes longer
 _STORING_STAGES = 3  # with which a whole tile of 128 x 256 can wait for its store; 4 of 128 x 192
 _LEAST_CLOCKS = 310  # that a CTA takes for a stage, however small
@@ -199,12 +200,11 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
     many = problem.groups == "indices" or (blocks and problem.group_rows > base.tile_rows)
     if many and not gated and problem.scale == "block" and problem.dtype_out.itemsize == 2:
         wide = replace(base, tile_columns=256, max_stages=_STORING_STAGES)
-        yield from (wide, replace(wide, cluster_columns=2))
+        yield wide
         if problem.groups == "indices":
-            yield replace(base, tile_columns=192, cluster_columns=2, max_stages=4)
+            yield replace(wide, tile_columns=192, max_stages=4)
         else:
-            tall = replace(base, tile_rows=256, max_stages=_STORING_STAGES)
-            yield from (tall, replace(tall, cluster_columns=2))
+            yield replace(wide, tile_rows=256, tile_columns=128)
 
 
 def _few(base: GemmConfig, rows: int, columns: int) -> Iterator[GemmConfig]:
@@ -275,6 +275,8 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
         compute -= (rounds - 0.7) * _HIDDEN_STORE
     if config.tile_rows == 256:
         compute += rounds * _TALL
+    if element == 1 and cluster == 2 and config.tile_rows * config.tile_columns >= 128 * 256:
+        compute *= _PAIR
     # What the other CTA of a cluster does not load comes from L2.
     loaded = 128 * (
         config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows

@@ -48,7 +48,7 @@ def _check_operands(
         rows = major.stride(1) if major.shape[1] > 1 else k
         aligned = rows % _ALIGNMENT == 0 and rows >= k and operand.data_ptr() % _ALIGNMENT == 0
         aligned = aligned and (batch < 2 or operand.stride(0) % _ALIGNMENT == 0)
-        if major.stride(2) != 1 or not aligned:
+        if operand.numel() and (major.stride(2) != 1 or not aligned):
             order = "row-major" if name == "A" else "column-major (the transpose of [b, n, k])"
             raise ValueError(
                 f"`{name}` must be {order}, its vectors of k elements on 16 bytes, "

@@ -154,8 +154,7 @@ def _fp8_configs() -> Iterator[GemmConfig]:
     yield from (base, replace(base, splits=2), replace(base, cluster_rows=2))
     wide = replace(base, tile_columns=256)
     yield from (wide, replace(wide, cluster_rows=2))
-    for tile in (replace(wide, max_stages=3), replace(base, tile_rows=256, max_stages=3)):
-        yield from (tile, replace(tile, cluster_columns=2))
+    yield from (replace(wide, max_stages=3), replace(base, tile_rows=256, max_stages=3))
 
     gated = replace(wide, dtype_out=code, activation="swiglu_gate_last")
     yield from _swapped(gated, (8, 16, 32, 64), ((256, 2),))

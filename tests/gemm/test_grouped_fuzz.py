@@ -210,7 +210,7 @@ def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
         for name, value in arguments.items()
     }
     (size,) = template_of(_MODULE.__dict__[case.function], positive).compute(positive)
-    lost = (2.0**-12 if case.types[0].itemsize == 1 else 2.0**-16) * size.nan_to_num(0.0)
+    lost = (2.0**-11 if case.types[0].itemsize == 1 else 2.0**-16) * size.nan_to_num(0.0)
     out = case.types[2]
     smallest = float(torch.finfo(out).smallest_normal)
     return CheckOptions(bound=SpreadBound(unit_roundoff(out), 2.0**-22, smallest, spread=lost))

@@ -80,9 +80,12 @@ inline bool encode_maps(GemmKernelParams& kernel) {
     constexpr CUtensorMapSwizzle kSwizzle = kBoxBytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                             : kBoxBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                               : CU_TENSOR_MAP_SWIZZLE_32B;
+    // The copy engine writes beyond rows that do not end with whole 16 bytes.
+    const uint32_t columns = Tile::kGated ? p.n / 2 : p.n;
     kernel.stores_boxes =
-        encode_matrix<typename Tile::D>(kernel.d, p.d, Tile::kGated ? p.n / 2 : p.n, rows, batches,
-                                        Tile::kBoxColumns, Tile::kBoxRows, kSwizzle);
+        columns % 8 == 0 && encode_matrix<typename Tile::D>(kernel.d, p.d, columns, rows, batches,
+                                                            Tile::kBoxColumns, Tile::kBoxRows,
+                                                            kSwizzle);
   }
   return true;
 }
