@@ -202,8 +202,8 @@ def _segments(
 def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     """What the tensor cores lose is a part of the sum of the absolute products.
 
-    Those of 8 bits are added with 14 bits. The sums of 16-bit ones have nearly those of float32,
-    whose roundings add up over k.
+    Tensor cores add products of 8 bits with 14 bits, and those of 16 bits with nearly the bits of
+    float32, whose roundings add up over k.
     """
     positive = {
         name: value.float().abs().to(value.dtype) if name in ("a", "b", "x", "weights") else value
