@@ -90,6 +90,21 @@ def grouped_mm_bf16(
     return launch(problem, "a", out, a, b, rows=(m_indptr, None, None, None), tactic=tactic)
 
 
+def _check_segments(indices: dict[str, torch.Tensor | None], batch_size: int) -> None:
+    """Refuse integers of another number than there are segments; offsets have one more."""
+    for name, values in indices.items():
+        if values is None:
+            continue
+        check_tensor(name, values)
+        check_dtype(name, values.dtype, (torch.int32, torch.int64))
+        expected = batch_size + (name == "seg_indptr")
+        if values.shape != (expected,):
+            raise ValueError(
+                f"`{name}` must have shape [{expected}] for `batch_size` {batch_size}, got "
+                f"{list(values.shape)}"
+            )
+
+
 class SegmentGEMMWrapper(Planned):
     """Products of segments of rows with a weight each, such as those of LoRA adapters.
 
@@ -185,25 +200,10 @@ class SegmentGEMMWrapper(Planned):
         check_dtype("out", out.dtype, (x.dtype,))
         groups, kind = (seg_indptr, "offsets") if seg_lens is None else (seg_lens, "lengths")
         assert groups is not None
-        expected = batch_size + (kind == "offsets")
         name = "seg_lens" if kind == "lengths" else "seg_indptr"
-        indices = {name: groups}
-        if weight_indices is not None:
-            indices["weight_indices"] = weight_indices
-        check_tensors(**indices)
-        for which, values in indices.items():
-            check_dtype(which, values.dtype, (torch.int32, torch.int64))
+        _check_segments({name: groups, "weight_indices": weight_indices}, batch_size)
         if out.shape != (x.shape[0], n):
             raise ValueError(f"`out` must have shape {[len(x), n]}, got {list(out.shape)}")
-        if groups.shape != (expected,):
-            raise ValueError(
-                f"`{name}` must have shape [{expected}] for `batch_size` {batch_size}, got "
-                f"{list(groups.shape)}"
-            )
-        if weight_indices is not None and weight_indices.shape != (batch_size,):
-            raise ValueError(
-                f"`weight_indices` must have shape [{batch_size}], got {list(weight_indices.shape)}"
-            )
         if weight_indices is None and weights.shape[0] != batch_size:
             raise ValueError(
                 f"`weights` must have {batch_size} matrices where `weight_indices` is None, got "

@@ -82,10 +82,9 @@ inline bool encode_maps(GemmKernelParams& kernel) {
                                                               : CU_TENSOR_MAP_SWIZZLE_32B;
     // The copy engine writes beyond rows that do not end with whole 16 bytes.
     const uint32_t columns = Tile::kGated ? p.n / 2 : p.n;
-    kernel.stores_boxes =
-        columns % 8 == 0 && encode_matrix<typename Tile::D>(kernel.d, p.d, columns, rows, batches,
-                                                            Tile::kBoxColumns, Tile::kBoxRows,
-                                                            kSwizzle);
+    kernel.stores_boxes = columns % 8 == 0 && encode_matrix<typename Tile::D>(
+                                                  kernel.d, p.d, columns, rows, batches,
+                                                  Tile::kBoxColumns, Tile::kBoxRows, kSwizzle);
   }
   return true;
 }
