@@ -51,7 +51,7 @@ ROWS = {
     ROW: (1,),
     CODES: (0, 1, 3, 8, 17, 64, 70, 130, 300),
 }
-# Columns of the weights. Sums of long rows are divided among clusters, and those of few columns by 8.
+# Of the columns of weights: sums of long rows are divided among clusters, those of few by 8.
 COLUMNS = {
     GATED: (128, 384, 1280, 8320),
     NORM: (256, 768, 2304, 4096),
