@@ -51,7 +51,7 @@ ROWS = {
     ROW: (1,),
     CODES: (0, 1, 3, 8, 17, 64, 70, 130, 300),
 }
-# Of the columns of weights: sums of long rows are divided among clusters, those of few by 8.
+# Columns of weights. Clusters divide the sums of long rows, and eight CTAs those of few columns.
 COLUMNS = {
     GATED: (128, 384, 1280, 8320),
     NORM: (256, 768, 2304, 4096),
