@@ -75,14 +75,15 @@ def check_chosen_dtype(key: str, spec: Tensor, arguments: Mapping[str, Any], ten
     destination of another dtype than that."""
     name = spec.dtype_from_scalar
     chosen = arguments.get(name) if name is not None else None
-    if chosen is None:
+    is_own = isinstance(tensor, torch.Tensor) and tensor.dtype == chosen
+    if chosen is None or is_own:  # a destination's dtype is checked with it
         return
     if not isinstance(chosen, torch.dtype):
         raise TypeError(f"`{name}` must be a torch.dtype, got {type(chosen).__name__}")
     if spec.dtypes and torch_name(chosen) not in spec.dtypes:
         allowed = " or ".join(spec.dtypes)
         raise ValueError(f"`{name}` must have dtype {allowed}, got {torch_name(chosen)}")
-    if isinstance(tensor, torch.Tensor) and tensor.dtype != chosen:
+    if isinstance(tensor, torch.Tensor):
         raise ValueError(
             f"`{spec.param or key}` must have dtype {torch_name(chosen)}, got "
             f"{torch_name(tensor.dtype)}"
