@@ -30,11 +30,11 @@ from .spec import ModuleSpec
 _RUNTIME = "driver_runtime.o"
 _EMPTY = "no_device_code"
 _DEVICE_CODE = ".device"
-# Unpacking this much takes as long as starting Python; with half of it archives are a sixth larger.
-_BLOCK = 8 << 20
-# Lines of PTX of a kernel; NVRTC takes more than a second for that many. With 7000 the wheel has
-# 5 MB, not 4.
-_LONG = 10_000
+# Unpacking this much takes a thirtieth of a second; with half of it archives are a fifth larger.
+_BLOCK = 16 << 20
+# Lines of PTX of a kernel; NVRTC takes more than a second for that many. The wheel has 3.9 MB then,
+# and may have 4.
+_LONG = 8_000
 _SMALL = ("-Os", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-ffunction-sections")
 
 
