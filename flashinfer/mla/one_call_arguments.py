@@ -52,7 +52,8 @@ def read_decode(call: Arguments) -> tuple[OneCall, PageRows]:
         raise ValueError(f"`return_lse_base` must be 'base2' or 'basee', got {base!r}")
     if not check_tensor("workspace_buffer", call["workspace_buffer"]).is_contiguous():
         raise ValueError("`workspace_buffer` must be contiguous")
-    query, tables, lengths = call["query"], call["block_tables"], call["seq_lens"]
+    query, tables = call["query"], call["block_tables"]
+    lengths, starts = call["seq_lens"], call["cum_seq_lens_q"]
     one = read_one_call(
         query,
         call["kv_cache"],
@@ -65,9 +66,9 @@ def read_decode(call: Arguments) -> tuple[OneCall, PageRows]:
     top_k, top_k_lens = call["sparse_mla_top_k"], call["sparse_mla_top_k_lens"]
     if check_count("sparse_mla_top_k", top_k, 0):
         one = one.with_single_tokens()
-        return one, read_top_k(one, query, tables, lengths, top_k, top_k_lens)
+        return one, read_top_k(one, query, tables, lengths, starts, top_k, top_k_lens)
     refuse("`sparse_mla_top_k` is 0", sparse_mla_top_k_lens=top_k_lens)
-    return one, read_table(query, tables, lengths, call["cum_seq_lens_q"], call["max_q_len"])
+    return one, read_table(query, tables, lengths, starts, call["max_q_len"])
 
 
 def _unless(value: Any, expected: Any) -> Any:

@@ -369,7 +369,13 @@ def read_table(
 
 
 def read_top_k(
-    call: OneCall, query: torch.Tensor, indices: Any, seq_lens: Any, top_k: int, top_k_lens: Any
+    call: OneCall,
+    query: torch.Tensor,
+    indices: Any,
+    seq_lens: Any,
+    cum_seq_lens_q: Any,
+    top_k: int,
+    top_k_lens: Any,
 ) -> PageRows:
     """Each query token is a request, whose pages are tokens."""
     tokens, sharers = len(call.query), 1
@@ -387,6 +393,9 @@ def read_top_k(
         )
     if top_k_lens is not None:
         lengths = _lengths("sparse_mla_top_k_lens", top_k_lens, tokens)
+        if seq_lens is not None:  # nobody reads them, but wrong ones are a mistake of the caller
+            starts = query if query.ndim == 4 else check_tensor("cum_seq_lens_q", cum_seq_lens_q, 1)
+            _lengths("seq_lens", seq_lens, max(len(starts) - (query.ndim == 3), 0))
     elif query.ndim == 3:
         raise ValueError("`sparse_mla_top_k_lens` must be given with `cum_seq_lens_q`")
     else:
