@@ -294,3 +294,15 @@ def test_refusals(name: str, value: Any, device: torch.device):
         match=f"`{name}`|`kv_data_type`|`q_data_type`|`query`|`block_tables`|head_dim_ckv",
     ):
         trtllm_batch_decode_with_kv_cache_mla(**{**call, name: value(call.get(name))})
+
+
+@pytest.mark.parametrize("spoil", [torch.Tensor.long, lambda t: t[1:]])
+def test_lengths_that_others_replace_are_checked(spoil: Any, device: torch.device):
+    need_hopper(device)
+    call = make(device, (70, 64), 1, 16)
+    chosen = torch.zeros(2, 1, 8, dtype=torch.int32, device=device)
+    counts = torch.tensor([8, 3], dtype=torch.int32, device=device)
+    call |= {"block_tables": chosen, "sparse_mla_top_k": 8, "sparse_mla_top_k_lens": counts}
+    assert trtllm_batch_decode_with_kv_cache_mla(**call).isfinite().all()
+    with pytest.raises(ValueError, match="`seq_lens`"):
+        trtllm_batch_decode_with_kv_cache_mla(**{**call, "seq_lens": spoil(call["seq_lens"])})
