@@ -1,5 +1,6 @@
 """Products of 8-bit matrices with scales of 128 elements along k, alone and in groups."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -51,34 +52,27 @@ def _check(
     return True
 
 
-@supported_compute_capability([90])
-def _check_grouped(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> bool:
-    _check(a, b, a_scale, b_scale, out, out_dtype)
-    check_tensor("a", a, 2)
-    check_tensor("b", b, 3)
-    return True
+def _check_groups(rank: int) -> Callable[..., bool]:
+    """The check of a function of several matrices `b` and an `a` of `rank` dimensions."""
+
+    @supported_compute_capability([90])
+    def check(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor,
+        b_scale: torch.Tensor,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> bool:
+        _check(a, b, a_scale, b_scale, out, out_dtype)
+        check_tensor("a", a, rank)
+        check_tensor("b", b, 3)
+        return True
+
+    return check
 
 
-@supported_compute_capability([90])
-def _check_masked(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> bool:
-    _check(a, b, a_scale, b_scale, out, out_dtype)
-    check_tensor("a", a, 3)
-    check_tensor("b", b, 3)
-    return True
+_check_grouped, _check_masked = _check_groups(2), _check_groups(3)
 
 
 def _check_mode(mode: object, granularity: Any, allowed: tuple[Any, ...]) -> int:

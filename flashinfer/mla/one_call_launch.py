@@ -394,8 +394,10 @@ def read_top_k(
     if top_k_lens is not None:
         lengths = _lengths("sparse_mla_top_k_lens", top_k_lens, tokens)
         if seq_lens is not None:  # nobody reads them, but wrong ones are a mistake of the caller
-            starts = query if query.ndim == 4 else check_tensor("cum_seq_lens_q", cum_seq_lens_q, 1)
-            _lengths("seq_lens", seq_lens, max(len(starts) - (query.ndim == 3), 0))
+            batch_size = len(query)
+            if query.ndim == 3:
+                batch_size = len(check_tensor("cum_seq_lens_q", cum_seq_lens_q, 1)) - 1
+            _lengths("seq_lens", seq_lens, max(batch_size, 0))
     elif query.ndim == 3:
         raise ValueError("`sparse_mla_top_k_lens` must be given with `cum_seq_lens_q`")
     else:
