@@ -35,6 +35,8 @@ from tests.fuzzing import (
 )
 from tests.fuzzing import replace as change
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 BF16 = torch.bfloat16
 FUNCTIONS = ("mm_bf16", "bmm_bf16", "tinygemm_bf16")
 OPERANDS = {"mm_bf16": "ab", "bmm_bf16": "AB", "tinygemm_bf16": ("input", "weight")}
@@ -257,12 +259,6 @@ FAMILY = Family(
     specs=specs,
     full_examples=2500 * len(FUNCTIONS),
 )
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: most of the kernels are built for it")
 
 
 def test_products_are_right_or_refused(fuzz_run):

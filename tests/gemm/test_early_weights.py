@@ -9,14 +9,10 @@ import torch
 
 from flashinfer import gemm, norm, quantization
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SHAPES = [(1, 128, 256), (3, 640, 1024), (8, 4096, 512), (33, 264, 1024), (64, 1024, 4096)]
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: the kernels are built for it")
 
 
 def _near(out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> bool:

@@ -38,6 +38,8 @@ from tests.fuzzing import (
     with_dtype,
 )
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 GATED, NORM, ROW, CODES = FUNCTIONS = (
     "mm_silu_and_mul_bf16",
@@ -65,12 +67,6 @@ TERMS = {
     CODES: (128, 384, 2048),
 }
 MOST_WEIGHTS = 1 << 24
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: the kernels are built for it")
 
 
 @dataclass(frozen=True)

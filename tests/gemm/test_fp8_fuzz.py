@@ -34,6 +34,8 @@ from tests.fuzzing import (
 )
 from tests.fuzzing import replace as change
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 BLOCKED = ("fp8_blockscale_gemm_sm90", "gemm_fp8_nt_groupwise", "gemm_fp8_nt_blockscaled")
@@ -331,12 +333,6 @@ FAMILY = Family(
     specs=specs,
     full_examples=2500 * len(FUNCTIONS),
 )
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: most of the kernels are built for it")
 
 
 def test_products_are_right_or_refused(fuzz_run):

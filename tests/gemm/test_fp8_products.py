@@ -10,13 +10,9 @@ import torch
 import flashinfer
 from flashinfer.gemm import bmm_fp8, fp8_blockscale_gemm_sm90
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: products with block scales are built for it")
 
 
 def _codes(*shape: int, device: torch.device, dtype: torch.dtype = E4M3) -> torch.Tensor:

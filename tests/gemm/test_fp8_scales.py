@@ -10,15 +10,11 @@ import torch
 import flashinfer
 from flashinfer import deep_gemm, gemm
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(1, 16, 64), (5, 272, 1024), (70, 144, 208), (130, 640, 384)]
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: the kernels are built for it")
 
 
 def _codes(*shape: int, device: torch.device, dtype: torch.dtype = E4M3) -> torch.Tensor:

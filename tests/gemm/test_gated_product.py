@@ -10,6 +10,8 @@ import torch
 
 from flashinfer import gemm, norm
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SHAPES = [
     (1, 256, 128),
@@ -20,12 +22,6 @@ SHAPES = [
     (128, 512, 1024),
     (300, 1024, 640),
 ]  # m, n, k
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: products with block scales are built for it")
 
 
 def make(m: int, n: int, k: int, device: torch.device) -> dict[str, Any]:

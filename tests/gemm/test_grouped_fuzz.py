@@ -37,6 +37,8 @@ from tests.fuzzing import (
     with_dtype,
 )
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OFFSETS, MASKED, SEGMENTS = "group_gemm_fp8_nt_groupwise", "batch_deepgemm_fp8_nt_groupwise", "run"
@@ -355,12 +357,6 @@ FAMILY = Family(
     specs=specs,
     full_examples=2500 * len(FUNCTIONS),
 )
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU: the products are built for it")
 
 
 def test_grouped_products_are_right_or_refused(fuzz_run):
