@@ -149,7 +149,8 @@ def gemm_fp8_nt_groupwise(
     b_scale : torch.Tensor
         ``[ceil(n / 128), k / 128]``, float32; in mode ``"MN"`` with both dimensions exchanged.
     scale_major_mode : {"K", "MN"}
-        Order of the scales' dimensions.
+        Order of the scales' dimensions. In mode ``"MN"`` the last one may be longer than is read,
+        as scales are whose rows are padded.
     mma_sm : int
         1 or 2: CTAs of a product on Blackwell; changes nothing here.
     scale_granularity_mnk : tuple of int

@@ -66,7 +66,7 @@ class Case:
     k: int
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of both operands and the result
     backend: str
-    layouts: tuple[str, str]  # of scales: "rows", "columns" or "padded"
+    layouts: tuple[str, str]  # of scales: "rows", "columns", "padded" or, in mode MN, "longer"
     mode: str
     by: tuple[bool, bool]  # whether 128 rows of each operand share scales
     gaps: tuple[int, int, int]
@@ -106,7 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
     by = draw(st.booleans()), draw(st.booleans())
     columns = draw(st.sampled_from((*COLUMNS, WIDE) if usual else COLUMNS))
     gap = st.sampled_from([0, 0, 16, 48])  # elements between rows, which begin on 16 bytes
-    layouts = st.sampled_from(["rows", "columns", "padded"])
+    layouts = st.sampled_from(["rows", "columns", "padded", "longer"])
     backends: dict[str, tuple[str, ...]]
     backends = {"mm_fp8": ("cublas", "cudnn", "auto"), "bmm_fp8": ("cublas", "cudnn", "auto")}
     backends["gemm_fp8_nt_groupwise"] = ("cutlass", "cutile")
@@ -139,13 +139,19 @@ def _scale(rows: int, blocks: int, layout: str, random: torch.Generator) -> torc
     return scale if layout == "rows" else scale.t()
 
 
+def _takes_longer_scales(case: Case) -> bool:
+    """Whether scales may have more rows than are read, as those that lie together often have."""
+    return case.function != BLOCKED[0] and case.mode == "MN"
+
+
 def _block_scales(case: Case, random: torch.Generator) -> dict[str, Any]:
     names, blocks = OPERANDS[case.function], case.k // 128
     found: dict[str, Any] = {}
     sizes = (case.rows, case.columns)
     for i, (name, rows, by) in enumerate(zip(names, sizes, case.by, strict=True)):
         by = by and (i == 1 or case.function != BLOCKED[0])
-        scale = _scale(-(-rows // 128) if by else rows, blocks, case.layouts[i], random)
+        more = 3 if case.layouts[i] == "longer" and _takes_longer_scales(case) else 0
+        scale = _scale((-(-rows // 128) if by else rows) + more, blocks, case.layouts[i], random)
         if case.dtypes[i] != BF16:
             found[f"{name}_scale"] = scale
     if case.function == BLOCKED[0]:
@@ -239,21 +245,30 @@ _OPERAND_FAULTS = {
     "flat": lambda t: t.flatten(),
     "with two dimensions more": lambda t: t[None, None],
 }
-_SCALE_FAULTS = {
+_FACTOR_FAULTS = {
     "longer": lambda t: t.reshape(-1).new_ones(t.numel() + 1) if t.ndim < 2 else longer(longer(t)),
     "of half precision": with_dtype(HALF),
     "double": with_dtype(torch.float64),
 }
+
+
+def _longer_scale(name: str) -> Fault:
+    """More blocks along k; in mode MN there may be more rows than are read."""
+    change_it = change(name, _FACTOR_FAULTS["longer"])
+    return lambda call: None if call.get("scale_major_mode") == "MN" else change_it(call)
+
+
 FAULTS: dict[str, Fault] = {
     f"{name} {what}": change(name, wrong)
     for names, kinds in {
         ("a", "b", "A", "B", "input", "weight"): _OPERAND_FAULTS,
-        ("a_scale", "b_scale", "A_scale", "B_scale", "input_scale", "weight_scale"): _SCALE_FAULTS,
-        ("alpha", "bias"): _SCALE_FAULTS,
+        ("a_scale", "b_scale", "A_scale", "B_scale", "input_scale", "weight_scale"): _FACTOR_FAULTS,
+        ("alpha", "bias"): _FACTOR_FAULTS,
     }.items()
     for name in names
     for what, wrong in kinds.items()
 }
+FAULTS |= {f"{name} longer": _longer_scale(name) for name in ("a_scale", "b_scale")}
 _SCALES = [f"{name}_scale" for name in ("a", "b", "A", "B", "input", "weight")]
 FAULTS |= {
     f"{name} missing": put(name, None) for name in ("a", "b", "A", "B", "input", "weight", *_SCALES)
