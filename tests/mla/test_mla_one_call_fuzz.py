@@ -190,7 +190,7 @@ def _options(case: Case, arguments: dict[str, Any]) -> CheckOptions | None:
 FAULTS: dict[str, Fault] = {
     "query of doubles": replace("query", with_dtype(torch.float64)),
     "query longer": replace("query", longer),
-    "query of two dimensions": replace("query", lambda t: t[0, 0] if t.ndim == 4 else None),
+    "query of two dimensions": replace("query", lambda t: t.flatten(0, 2) if t.ndim == 4 else None),
     "kv_cache of doubles": replace("kv_cache", with_dtype(torch.float64)),
     "kv_cache longer": replace("kv_cache", longer),
     "block_tables of long": replace("block_tables", with_dtype(torch.int64)),
