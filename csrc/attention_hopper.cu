@@ -16,6 +16,7 @@ struct Traits {
                           dtype::FLASHINFER_CFG_DTYPE_O, FLASHINFER_CFG_HEAD_DIM_QK,
                           FLASHINFER_CFG_HEAD_DIM_VO, FLASHINFER_CFG_TILE_Q / 64>;
   using Variant = ConfiguredVariant;
+  static constexpr bool kUserVariant = FLASHINFER_CFG_CUSTOM_VARIANT;
   static constexpr int kKind = 0;
   static constexpr bool kPaged = FLASHINFER_CFG_PAGED;
   static constexpr MaskMode kMask = MaskMode::FLASHINFER_CFG_MASK_MODE;

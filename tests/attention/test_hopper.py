@@ -287,7 +287,11 @@ def test_both_kernels_agree(device):
     torch.testing.assert_close(outs[0][1], outs[1][1], rtol=1e-5, atol=1e-4)
 
 
-def test_a_users_variant(device):
+@pytest.mark.parametrize(
+    "lens", [((150, 40), (300, 257)), ((5, 1, 0, 600, 33), (900, 1, 7, 0, 33))]
+)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_a_users_variant(head_dim, lens, device):
     """Hooks on logits and masks are those of the portable kernel."""
     declaration = """
 struct Shifted : AttentionVariantBase {
@@ -304,10 +308,10 @@ struct Shifted : AttentionVariantBase {
   })
 };
 """
-    batch = Batch((150, 40), (300, 257))
+    batch = Batch(*lens, head_dim_qk=head_dim, head_dim_vo=head_dim)
     q, (k, v) = batch.query(device), ragged_kv(batch, device)
     bias = randn((batch.num_qo_heads,), torch.float32, device, 3)
-    args = ["shifted", BF16, BF16, BF16, torch.int32, 128, 128]
+    args = ["shifted", BF16, BF16, BF16, torch.int32, head_dim, head_dim]
     args += [["bias"], ["float"], ["sm_scale"], ["double"], "Shifted", declaration]
     outs = []
     for name in ("fa2", "fa3"):
@@ -315,8 +319,8 @@ struct Shifted : AttentionVariantBase {
             workspace(device), backend=name, jit_args=args
         )
         lengths = indptr(batch.qo_lens), indptr(batch.kv_lens)
-        wrapper.plan(*lengths, 8, 2, 128, causal=True, **batch.dtypes())
-        outs.append(wrapper.run(q, k, v, bias, 128**-0.5, return_lse=True))
+        wrapper.plan(*lengths, 8, 2, head_dim, causal=True, **batch.dtypes())
+        outs.append(wrapper.run(q, k, v, bias, head_dim**-0.5, return_lse=True))
     torch.testing.assert_close(outs[0][0].float(), outs[1][0].float(), rtol=0.016, atol=4e-3)
     torch.testing.assert_close(outs[0][1], outs[1][1], rtol=1e-5, atol=1e-4)
 

@@ -34,10 +34,14 @@ class HopperConsumer {
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
   // Half tiles are rare without a mask, and ptxas lacks registers for both forms with heads of 64.
   static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
+  // A user's hooks are in each form of a tile's code, which they make long and short of registers
+  // (C7511). So it has few then: items in turn, no steps skipped, first tiles that all hide keys.
+  static constexpr bool kFewForms = Traits::kUserVariant;
+  static constexpr bool kPipelinesItems = Tile::kPipelinesItems && !kFewForms;
   // With 8-bit operands a warp's chain of instructions limits a tile's time, so a step without
   // visible tokens is skipped. Bit masks would need code and registers for each number of steps.
   static constexpr bool kSkipsSteps =
-      Tile::kProductsAre8Bit && Variant::use_softmax &&
+      Tile::kProductsAre8Bit && Variant::use_softmax && !kFewForms &&
       (Traits::kMask == MaskMode::causal || Traits::kMask == MaskMode::none);
   using Logits = float[1][Tile::kTokenTiles][4];
   using Weights = typename Products::Weights;
@@ -193,14 +197,13 @@ class HopperConsumer {
             });
       }
       ++item_;
-      // Both tests are issued together, so that the second does not wait for the first one's
-      // answer.
+      // Both tests are issued together: the second need not wait for the first one's answer.
       const bool has_work = test_work();
-      const bool has_query = Tile::kPipelinesItems && test_query();
+      const bool has_query = kPipelinesItems && test_query();
       if (!has_work) await_work();
       const WorkItem& next_item = work(item_).item;
       const int next_tiles = num_tiles(next_item), next_end = next_item.kv_end;
-      if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
+      if (!kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
         const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
         await_values(values);
         ptx::wgmma_fence();
@@ -217,8 +220,7 @@ class HopperConsumer {
       new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
       rows.begin(next_state);
       plain = plain_range(rows);
-      // Each form has its own copy of this code: if products of both were in flight where the
-      // branches meet, ptxas would wait after each product.
+      // A copy for each form: products of both in flight where branches meet would make ptxas wait.
       const auto begin_next = [&](auto tiles) {
         multiply_both<kHalvesProducts ? tiles.value : Tile::kTokenTiles>(logits, state, p);
         row_scales(rows, scale);
@@ -255,8 +257,7 @@ class HopperConsumer {
   __device__ __forceinline__ bool test_keys() const {
     return ptx::mbarrier_test(address(control_.k_full[k_ring_.stage]), k_ring_.phase);
   }
-  // Tests the values that belong to the keys released last. Only transposed 8-bit values, which
-  // arrive late, are worth a test.
+  // Tests the values of the keys released last: transposed 8-bit values, which arrive late.
   __device__ __forceinline__ void test_values() {
     if constexpr (Tile::kTransposesV) {
       const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
@@ -321,9 +322,8 @@ class HopperConsumer {
     arrive(control_.work_empty[number % HopperControl::kWorkStages]);
   }
 
-  // Releases the keys, and with an item's last keys also its queries. Returns whether they were the
-  // last. With 8-bit products a counter decides: the item's begin lies in shared memory, and the
-  // warp would wait for it.
+  // Releases the keys, and with an item's last keys its queries; returns whether they were the last.
+  // With 8-bit products a counter decides: the warp would wait for the item's begin in shared memory.
   __device__ __forceinline__ bool release_keys(int first_token, int& tiles_left) {
     profile_.end(AttentionEvent::kKeys);
     arrive(control_.k_empty[k_ring_.stage]);
@@ -415,8 +415,8 @@ class HopperConsumer {
     }
     using Weighing = HopperWeights<Traits, Params>;
     constexpr bool kCaps = !Rows::kCapsWeights;  // else weigh_capped() does
-    if (__builtin_expect(first_token < plain.begin || first_token + kTiles * 8 > plain.end,
-                         kFirst)) {
+    const bool is_plain = first_token >= plain.begin && first_token + kTiles * 8 <= plain.end;
+    if (__builtin_expect((kFirst && kFewForms) || !is_plain, kFirst)) {
       if (negates()) {
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
