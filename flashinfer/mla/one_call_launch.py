@@ -380,6 +380,11 @@ def read_top_k(
     """Each query token is a request, whose pages are tokens."""
     tokens, sharers = len(call.query), 1
     if check_tensor("block_tables", indices, 2, 3).ndim == 3:
+        if query.ndim == 4 and indices.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"`block_tables` must be int32 {[*query.shape[:2], top_k]} for these queries, got "
+                f"{list(indices.shape)}"
+            )
         indices = indices.flatten(0, 1)
     if (
         indices.dtype != torch.int32

@@ -402,10 +402,12 @@ def _init(arguments: dict[str, Any], scheme: str, gated: bool) -> dict[str, Any]
 
 
 def _check(reference_outputs: Any, actual_outputs: Any) -> bool:
-    """A code that is rounded the other way moves a result by more than its own rounding."""
-    return default_check(
-        reference_outputs, actual_outputs, rtol=0.05, atol=0.05, max_mismatch_pct=1.0
-    )
+    """A code that is rounded the other way moves a token's results by more than their rounding.
+
+    With one token a few such codes, which noise of 1e-3 makes, move up to a tenth of the results.
+    """
+    tolerances = {"rtol": 0.05, "atol": 0.05, "max_mismatch_pct": 10.0, "min_cos_sim": 0.98}
+    return default_check(reference_outputs, actual_outputs, **tolerances)
 
 
 @functools.cache
