@@ -322,8 +322,8 @@ class HopperConsumer {
     arrive(control_.work_empty[number % HopperControl::kWorkStages]);
   }
 
-  // Releases the keys, and with an item's last keys its queries; returns whether they were the last.
-  // With 8-bit products a counter decides: the warp would wait for the item's begin in shared memory.
+  // Releases the keys, and with an item's last keys its queries; returns whether they were the
+  // last. With 8-bit products a counter says so: the item's begin would come late from memory.
   __device__ __forceinline__ bool release_keys(int first_token, int& tiles_left) {
     profile_.end(AttentionEvent::kKeys);
     arrive(control_.k_empty[k_ring_.stage]);
