@@ -32,6 +32,23 @@ def run(batch: Batch, device: torch.device, **arguments: Any) -> dict[str, torch
     return check(wrapper, **batch.arguments(device), **{"return_lse": True, **arguments})
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(FP16, 1e-6), (BF16, 4e-6)])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_cosine(num_heads: int, dtype: torch.dtype, most: float, device: torch.device):
+    """1 - cosine of results and exact ones: 1.4e-6 if exact ones are only rounded to bfloat16."""
+    batch = Batch((1, 1, 1), (4096, 1000, 64), num_heads, dtype=dtype)
+    wrapper, call = make_wrapper(device), batch.arguments(device)
+    batch.plan(wrapper)
+    starts, pages, _ = batch.pages()
+    query, cache = (batch.query(device).double(), batch.cache(device).double())
+    for b, found in enumerate(wrapper.run(**call).double()):
+        keys = cache[pages[starts[b] : starts[b + 1]].long()].flatten(0, 1)[: batch.kv_lens[b]]
+        weights = (query[b] @ keys.T * 192**-0.5).softmax(-1)
+        exact = weights @ keys[:, : batch.head_dim_ckv]
+        cosine = (exact * found).sum() / (exact.norm() * found.norm())
+        assert 1.0 - cosine.item() < most
+
+
 @pytest.mark.parametrize("num_heads", [8, 12, 16, 20, 40, 96, 128])
 def test_decode(num_heads: int, device: torch.device, full: bool):
     if device.type != "cuda" and num_heads > 16 and not full:
