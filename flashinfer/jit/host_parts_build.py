@@ -32,8 +32,12 @@ _EMPTY = "no_device_code"
 _DEVICE_CODE = ".device"
 # Unpacking this much takes a thirtieth of a second; with half of it archives are a fifth larger.
 _BLOCK = 16 << 20
-# Lines of PTX of a kernel; NVRTC takes more than a second for that many. The wheel has 3.9 MB then,
-# and may have 4.
+_FILTER = {"id": lzma.FILTER_LZMA2, "preset": 9}
+# Instructions have 16 bytes. Told so, by the four lowest bits of a byte's place, the packer makes
+# cubins 6 % smaller; libraries 1 % larger.
+_FILTER_OF_CUBINS = {**_FILTER, "lc": 0, "lp": 4, "pb": 4}
+# Lines of PTX of a kernel; NVRTC takes more than a second for that many. The wheel has 3.96 MB
+# then, and may have 4.
 _LONG = 8_000
 _SMALL = ("-Os", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-ffunction-sections")
 
@@ -120,7 +124,7 @@ def add_cubins(specs: Sequence[ModuleSpec], out_dir: Path, verbose: bool = False
             f"{path.parent.name}-{path.stem.rpartition('-')[2]}": path.read_bytes()
             for path in folder.glob("*/*/*.cubin")
         }
-    archives, places = _pack(cubins, out_dir)
+    archives, places = _pack(cubins, out_dir, _FILTER_OF_CUBINS)
     index = host_parts.read_index(out_dir)
     parts = {spec.name: index.parts[spec.name] | {"cubins": {}} for spec in specs}
     for name, place in places.items():
@@ -192,12 +196,12 @@ def _blocks(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
 
 
 def _pack(
-    contents: Mapping[str, bytes], out_dir: Path
+    contents: Mapping[str, bytes], out_dir: Path, packer: Mapping[str, int] = _FILTER
 ) -> tuple[dict[str, str], dict[str, dict[str, object]]]:
     """Write archives of files; the hash of each archive, and the place of each file."""
     archives, places = {}, {}
     for block in _blocks(contents):
-        packed = lzma.compress(b"".join(contents[name] for name in block), preset=9)
+        packed = lzma.compress(b"".join(contents[name] for name in block), filters=[packer])
         sha256 = hashlib.sha256(packed).hexdigest()
         archive = f"{sha256[:16]}.xz"
         (out_dir / archive).write_bytes(packed)
