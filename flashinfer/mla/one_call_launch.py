@@ -330,6 +330,12 @@ def _lengths(name: str, value: Any, count: int) -> torch.Tensor:
     return tensor
 
 
+def _batch_size(query: torch.Tensor, cum_seq_lens_q: Any) -> int:
+    if query.ndim == 4:
+        return len(query)
+    return max(len(check_tensor("cum_seq_lens_q", cum_seq_lens_q, 1)) - 1, 0)
+
+
 def read_table(
     query: torch.Tensor,
     block_tables: Any,
@@ -338,20 +344,18 @@ def read_table(
     max_q_len: int | None,
 ) -> PageRows:
     """Requests of the call."""
-    batch_size = query.shape[0]
     if (cum_seq_lens_q is None) != (query.ndim == 4):
         raise ValueError(
             "`query` must have 3 dimensions with `cum_seq_lens_q` and 4 without it, got shape "
             f"{list(query.shape)}"
         )
-    q_len = 1
+    batch_size = _batch_size(query, cum_seq_lens_q)
     if cum_seq_lens_q is None:
         q_len = query.shape[1]
         if max_q_len is not None:
             check_count("max_q_len", max_q_len, q_len)
     else:
-        batch_size = len(check_tensor("cum_seq_lens_q", cum_seq_lens_q, 1)) - 1
-        _lengths("cum_seq_lens_q", cum_seq_lens_q, max(batch_size, 0) + 1)
+        _lengths("cum_seq_lens_q", cum_seq_lens_q, batch_size + 1)
         q_len = check_count("max_q_len", max_q_len)
     lengths = _lengths("seq_lens", seq_lens, batch_size)
     if (
@@ -399,10 +403,7 @@ def read_top_k(
     if top_k_lens is not None:
         lengths = _lengths("sparse_mla_top_k_lens", top_k_lens, tokens)
         if seq_lens is not None:  # nobody reads them, but wrong ones are a mistake of the caller
-            batch_size = len(query)
-            if query.ndim == 3:
-                batch_size = len(check_tensor("cum_seq_lens_q", cum_seq_lens_q, 1)) - 1
-            _lengths("seq_lens", seq_lens, max(batch_size, 0))
+            _lengths("seq_lens", seq_lens, _batch_size(query, cum_seq_lens_q))
     elif query.ndim == 3:
         raise ValueError("`sparse_mla_top_k_lens` must be given with `cum_seq_lens_q`")
     else:
