@@ -35,6 +35,7 @@ from flashinfer.testing.tensors import clone_arguments, fill_with_poison, iter_t
 ROOT = Path(__file__).resolve().parents[1]
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 GPU_EXAMPLES, FULL_GPU_EXAMPLES = 250, 12500
+CALLS_OF_A_FUNCTION = 2500  # under `--full`, of a family that counts by functions
 FULL_PARTS = 8  # tests of a fuzzer under `--full`, each with its share of the cases
 MODULES_PER_COMPILED = 3  # by default one module in so many is compiled for a family
 CPU_EXAMPLES = 25  # of the reference backend; every fault also has a test of its own

@@ -18,6 +18,7 @@ from flashinfer.jit.gemm import gen_gemm_sm90_module
 from flashinfer.jit.one_row import COLUMNS, OneRowConfig, gen_one_row_module
 from flashinfer.testing import CheckOptions, ErrorBound, error_bound
 from tests.fuzzing import (
+    CALLS_OF_A_FUNCTION,
     FLOATING,
     Family,
     Fault,
@@ -257,7 +258,7 @@ FAMILY = Family(
     kernel_faults=KERNEL_FAULTS,
     options=options,
     specs=specs,
-    full_examples=2500 * len(FUNCTIONS),
+    full_examples=CALLS_OF_A_FUNCTION * len(FUNCTIONS),
 )
 
 

@@ -21,6 +21,7 @@ from flashinfer.jit.one_row import _configs as one_row_configs
 from flashinfer.jit.one_row import gen_one_row_module
 from flashinfer.testing import CheckOptions, error_bound
 from tests.fuzzing import (
+    CALLS_OF_A_FUNCTION,
     Family,
     Fault,
     Layout,
@@ -323,7 +324,7 @@ FAMILY = Family(
     kernel_faults=KERNEL_FAULTS,
     options=options,
     specs=specs,
-    full_examples=2500 * len(FUNCTIONS),
+    full_examples=CALLS_OF_A_FUNCTION * len(FUNCTIONS),
 )
 
 

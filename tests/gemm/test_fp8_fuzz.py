@@ -19,6 +19,7 @@ from flashinfer.quantization._kernels import rows_config
 from flashinfer.testing import CheckOptions, ErrorBound, unit_roundoff
 from flashinfer.testing.reference import template_of
 from tests.fuzzing import (
+    CALLS_OF_A_FUNCTION,
     Family,
     Fault,
     Layout,
@@ -139,18 +140,14 @@ def _scale(rows: int, blocks: int, layout: str, random: torch.Generator) -> torc
     return scale if layout == "rows" else scale.t()
 
 
-def _takes_longer_scales(case: Case) -> bool:
-    """Whether scales may have more rows than are read, as those that lie together often have."""
-    return case.function != BLOCKED[0] and case.mode == "MN"
-
-
 def _block_scales(case: Case, random: torch.Generator) -> dict[str, Any]:
     names, blocks = OPERANDS[case.function], case.k // 128
     found: dict[str, Any] = {}
     sizes = (case.rows, case.columns)
+    may_be_longer = case.function != BLOCKED[0] and case.mode == "MN"  # than is read
     for i, (name, rows, by) in enumerate(zip(names, sizes, case.by, strict=True)):
         by = by and (i == 1 or case.function != BLOCKED[0])
-        more = 3 if case.layouts[i] == "longer" and _takes_longer_scales(case) else 0
+        more = 3 if may_be_longer and case.layouts[i] == "longer" else 0
         scale = _scale((-(-rows // 128) if by else rows) + more, blocks, case.layouts[i], random)
         if case.dtypes[i] != BF16:
             found[f"{name}_scale"] = scale
@@ -245,29 +242,31 @@ _OPERAND_FAULTS = {
     "flat": lambda t: t.flatten(),
     "with two dimensions more": lambda t: t[None, None],
 }
-_FACTOR_FAULTS = {
+_SCALE_FAULTS = {
     "longer": lambda t: t.reshape(-1).new_ones(t.numel() + 1) if t.ndim < 2 else longer(longer(t)),
     "of half precision": with_dtype(HALF),
     "double": with_dtype(torch.float64),
 }
 
 
-def _longer_scale(name: str) -> Fault:
-    """More blocks along k; in mode MN there may be more rows than are read."""
-    change_it = change(name, _FACTOR_FAULTS["longer"])
-    return lambda call: None if call.get("scale_major_mode") == "MN" else change_it(call)
-
-
 FAULTS: dict[str, Fault] = {
     f"{name} {what}": change(name, wrong)
     for names, kinds in {
         ("a", "b", "A", "B", "input", "weight"): _OPERAND_FAULTS,
-        ("a_scale", "b_scale", "A_scale", "B_scale", "input_scale", "weight_scale"): _FACTOR_FAULTS,
-        ("alpha", "bias"): _FACTOR_FAULTS,
+        ("a_scale", "b_scale", "A_scale", "B_scale", "input_scale", "weight_scale"): _SCALE_FAULTS,
+        ("alpha", "bias"): _SCALE_FAULTS,
     }.items()
     for name in names
     for what, wrong in kinds.items()
 }
+
+
+def _longer_scale(name: str) -> Fault:
+    """More blocks along k; in mode MN there may be more rows than are read."""
+    fault = FAULTS[f"{name} longer"]
+    return lambda call: None if call.get("scale_major_mode") == "MN" else fault(call)
+
+
 FAULTS |= {f"{name} longer": _longer_scale(name) for name in ("a_scale", "b_scale")}
 _SCALES = [f"{name}_scale" for name in ("a", "b", "A", "B", "input", "weight")]
 FAULTS |= {
@@ -346,7 +345,7 @@ FAMILY = Family(
     function_faults=FUNCTION_FAULTS,
     options=options,
     specs=specs,
-    full_examples=2500 * len(FUNCTIONS),
+    full_examples=CALLS_OF_A_FUNCTION * len(FUNCTIONS),
 )
 
 

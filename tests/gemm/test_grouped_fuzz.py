@@ -21,6 +21,7 @@ from flashinfer.testing import CheckOptions, unit_roundoff
 from flashinfer.testing.attention import SpreadBound
 from flashinfer.testing.reference import template_of
 from tests.fuzzing import (
+    CALLS_OF_A_FUNCTION,
     Family,
     Fault,
     Layout,
@@ -355,7 +356,7 @@ FAMILY = Family(
     kernel_faults=KERNEL_FAULTS,
     options=options,
     specs=specs,
-    full_examples=2500 * len(FUNCTIONS),
+    full_examples=CALLS_OF_A_FUNCTION * len(FUNCTIONS),
 )
 
 

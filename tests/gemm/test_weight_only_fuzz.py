@@ -18,6 +18,7 @@ from flashinfer.jit.weight_gemm import WeightGemmConfig, gen_weight_gemm_module
 from flashinfer.testing import CheckOptions, error_bound
 from flashinfer.trace.templates.weight_only import _codes_of, _scales_of
 from tests.fuzzing import (
+    CALLS_OF_A_FUNCTION,
     Family,
     Fault,
     Layout,
@@ -34,6 +35,8 @@ from tests.fuzzing import (
     strided,
     with_dtype,
 )
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 BF16, HALF, FLOAT, BYTES = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -57,8 +60,6 @@ class Weights:
 
 
 # Sums of 8192 terms are split. From 128 columns on, Hopper's copy engine brings those weights of
-# bfloat16 whose k is a multiple of 256 and whose scales are aligned; it has tiles for each size.
-# Sums of 8192 terms are split. From 128 columns on, Hopper's copy engine brings those weights of
 # bfloat16 whose k is a multiple of 256 and whose scales are aligned; rows choose among its tiles.
 WEIGHTS = (
     Weights("int4", 128, BF16, BF16, (*FEW, 64, 130, 300), (136, 2056), (1024, 8192)),
@@ -74,12 +75,6 @@ WEIGHTS = (
     Weights("nvfp4", 16, HALF, E4M3, (0, 3, 17), (72,), (32, 1056)),
 )
 SAME_BYTES = {BYTES: E8M0, E4M3: BYTES}  # what else scales may be called
-
-
-@pytest.fixture(autouse=True)
-def _on_hopper(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs a Hopper GPU: the sizes are chosen for its kernels")
 
 
 @dataclass(frozen=True)
@@ -334,7 +329,7 @@ FAMILY = Family(
     kernel_faults=KERNEL_FAULTS,
     options=options,
     specs=specs,
-    full_examples=2500 * (len(FUNCTIONS) + 1),
+    full_examples=CALLS_OF_A_FUNCTION * (len(FUNCTIONS) + 1),
 )
 
 
