@@ -21,11 +21,12 @@ constexpr bool is_own(int row) { return row % 3 == 0; }  // rows that a lane hol
 
 // With a cap logits are near 0 up to half of it.
 
-template <typename T, bool kSoftCap>
+template <typename T, bool kSoftCap, bool kFewForms = false>
 struct Traits {
   using Tile = HopperTile<T, T, dtype::bfloat16, 128, 128, sizeof(T) == 1 ? 3 : 2>;
   using Variant = DefaultAttention<kSoftCap, false, false>;
   static constexpr int kKind = 0;
+  static constexpr bool kUserVariant = kFewForms;
   static constexpr bool kPaged = true, kWindow = false;
   static constexpr MaskMode kMask = MaskMode::none;
 };
@@ -45,10 +46,11 @@ struct Result {
 };
 
 // Results by row and lane of the row.
-template <typename T, bool kSoftCap>
+template <typename T, bool kSoftCap, bool kFewForms>
 std::vector<std::vector<Result>> run(const AllLogits& logits, float cap_of_logits) {
-  using Tile = typename Traits<T, kSoftCap>::Tile;
-  using Weights = HopperWeights<Traits<T, kSoftCap>, AttentionParams<VariantParams>>;
+  using Form = Traits<T, kSoftCap, kFewForms>;
+  using Tile = typename Form::Tile;
+  using Weights = HopperWeights<Form, AttentionParams<VariantParams>>;
   constexpr int kSteps = Tile::kTileKV / Tile::kStepTokens;
   std::vector<std::vector<Result>> results(16, std::vector<Result>(4));
   const auto lane = [&] {
@@ -111,7 +113,7 @@ double exponent_of(float logit, double cap) {
   return kSoftCap ? std::tanh(logit / cap) * cap / std::log(2.) : logit;
 }
 
-template <typename T, bool kSoftCap>
+template <typename T, bool kSoftCap, bool kFewForms = false>
 bool check(const char* type, int trials) {
   constexpr int kTokens = Traits<T, kSoftCap>::Tile::kTileKV;
   std::mt19937 random(7);
@@ -135,7 +137,8 @@ bool check(const char* type, int trials) {
         if (is_own(row)) alone[tile][row] = beside[tile][row];
       }
     }
-    const auto first = run<T, kSoftCap>(alone, cap), second = run<T, kSoftCap>(beside, cap);
+    const auto first = run<T, kSoftCap, kFewForms>(alone, cap);
+    const auto second = run<T, kSoftCap, kFewForms>(beside, cap);
     for (int row = 0; row < 16; ++row) {
       if (!is_own(row)) continue;
       double sum = 0., expected = 0.;
@@ -173,6 +176,7 @@ int main(int, char** arguments) {
   const int trials = std::atoi(arguments[1]);
   return check<dtype::bfloat16, false>("bfloat16", trials) &&
                  check<dtype::bfloat16, true>("bfloat16, capped", trials) &&
+                 check<dtype::bfloat16, false, true>("bfloat16, few forms", trials) &&
                  check<dtype::float8_e4m3fn, false>("float8_e4m3fn", trials)
              ? 0
              : 1;

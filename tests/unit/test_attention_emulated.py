@@ -386,10 +386,9 @@ FAULTS = [
     ),
     (
         "queries_depend_on_each_other",
-        "attention/rows.cuh",
-        "if (grows(previous, largest, scale[i][h])) state.largest[i][h] = largest * scale[i][h];",
-        "if (__any_sync(0xffffffffu, grows(previous, largest, scale[i][h])))"
-        " state.largest[i][h] = fmaxf(previous, largest * scale[i][h]);",
+        "attention/row_weights.cuh",
+        "if (Weights::grow(previous, largest * scale[i][h])) {",
+        "if (__any_sync(0xffffffffu, Weights::grow(previous, largest * scale[i][h]))) {",
         64,
         False,
     ),
@@ -455,8 +454,8 @@ FAULTS_OF_DECODE = [
     ("one_buffer_of_logits", "turn_ ^= 1;", "", *(512, {})),
     (
         "item_not_waited_for",
-        "__syncthreads();\n    const WorkItem item",
-        "const WorkItem item",
+        "while (true) {\n    __syncthreads();\n",
+        "while (true) {\n",
         *(64, {"device_lengths": True}),
     ),
 ]

@@ -62,7 +62,9 @@ OTHERS = [
     config(mask_mode="causal", logits_soft_cap=True, dtype=E4M3, head_scales=True),
 ]
 # With so many options ptxas finds no registers to have several products under way.
-SERIALISED = [*OTHERS[:2], OTHERS[-1]]
+SERIALISED = [OTHERS[-1]]
+# Here it keeps one number in memory.
+SPILLING = [OTHERS[1], *SERIALISED]
 
 
 def ids(value: AttentionConfig) -> str:
@@ -123,7 +125,7 @@ def test_it_multiplies_by_warpgroups_without_spills(
     assert waits < products or value in SERIALISED, "each product waits for the one before (C7511)"
     assert UTMALDG in code, "queries and whole pages come through TMA"
     assert (LDGSTS in code) or not value.paged, "rows of small pages are gathered by threads"
-    if value not in SERIALISED:
+    if value not in SPILLING:
         assert not {LDL, STL} & set(loop(code)), "spills where it multiplies"
 
 

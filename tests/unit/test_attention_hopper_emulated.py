@@ -48,3 +48,8 @@ def test_faults_of_the_soft_cap_are_found(
 ) -> None:
     emulator.substitute(file, statement, other)
     assert "capped trial" in _find_fault(emulator, False)
+
+
+def test_faults_of_few_forms_are_found(emulator: Emulator) -> None:
+    emulator.substitute(HEADER, "is_again = true;", "break;")
+    assert "few forms trial" in _find_fault(emulator, False)

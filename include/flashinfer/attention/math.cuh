@@ -46,6 +46,6 @@ struct SoftCap : SoftCapFactors {
   }
 };
 
-__device__ __forceinline__ float tanh(float x) { return SoftCap(1.f, 1.f)(x); }
+__device__ __forceinline__ float tanh(float x) { return SoftCap(1.f, 1.f).exact(x); }
 
 }  // namespace flashinfer::math

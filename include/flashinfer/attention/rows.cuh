@@ -1,27 +1,25 @@
-// The query rows that a thread holds: applies variants and masks to their logits and runs their
-// online softmax. Logits lie in registers as the C fragments of mma.
+// The query rows that a thread holds: applies variants and masks to their logits, which lie in
+// registers as the C fragments of mma.
 #pragma once
 
 #include <flashinfer/attention/mask.cuh>
-#include <flashinfer/attention/math.cuh>
 #include <flashinfer/attention/rotation.cuh>
-#include <flashinfer/attention/state.cuh>
+#include <flashinfer/attention/row_weights.cuh>
 #include <flashinfer/attention/variant.cuh>
-#include <flashinfer/common/vec.cuh>
-#include <flashinfer/ptx/ldmatrix.cuh>
 
 namespace flashinfer {
 
 template <typename Traits, typename Params>
-class TileRows {
+class TileRows : public RowWeights<Traits> {
   using Tile = typename Traits::Tile;
-  using Logits = float[Tile::kRowTiles][Tile::kTokenTiles][4];
-  using Scales = float[Tile::kRowTiles][2];
+  using Base = RowWeights<Traits>;
+  using Base::kTilesOfStep;
+  using typename Base::Logits;
+  using typename Base::Scales;
 
  public:
   using Variant = typename Traits::Variant;
   using View = RequestParams<OptionsOf<Traits::kKind, Params>>;
-  using Weights = WeightRange<Tile>;
   // Whether a soft cap of visible tiles is left to those who make the weights.
   static constexpr bool kCapsWeights = Variant::kCapsLogits && Tile::kCapsWeights;
   // Whether the query's inverse scale is part of the weights' scale, as no one sees the logits.
@@ -37,14 +35,19 @@ class TileRows {
         kv_head_(kv_head),
         kv_end_(item.kv_end),
         view(options_of<Traits::kKind>(params), item.qo_len, item.kv_len),
-        variant(view, item.request, reinterpret_cast<uint8_t*>(shared)) {}
+        variant(view, item.request, reinterpret_cast<uint8_t*>(shared)) {
+    if constexpr (kNegatesLogits) {
+      sign_ = variant.sm_scale_log2 < 0.f ? 0x80000000u : 0u;
+      asm volatile("" : "+r"(sign_));  // else the compiler makes it anew for each tile
+    }
+  }
 
   __device__ __forceinline__ void begin(WarpState<Tile>& state) {
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        state.largest[i][h] = kNothingSeen;
+        state.largest[i][h] = Base::kNothingSeen;
         state.sum[i][h] = 0.f;
         const int packed = item_.row_begin + thread_row<Tile>(i, h);
         rows_[i][h] = make_query_row<Traits::kMask, Traits::kWindow>(
@@ -62,20 +65,6 @@ class TileRows {
       for (int j = 0; j < Tile::kOutputTiles; ++j) {
         state.output[i][j][0] = state.output[i][j][1] = 0.f;
         state.output[i][j][2] = state.output[i][j][3] = 0.f;
-      }
-    }
-  }
-
-  // Finishes the sums after the last key: the lanes that hold a row's tokens have parts of its sum.
-  __device__ __forceinline__ static void end(WarpState<Tile>& state) {
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (state.largest[i][h] == kNothingSeen) state.largest[i][h] = -math::inf;
-        for (int offset = kFirstLane; offset < kEndLane; offset *= 2) {
-          state.sum[i][h] += __shfl_xor_sync(0xffffffffu, state.sum[i][h], offset);
-        }
       }
     }
   }
@@ -115,10 +104,10 @@ class TileRows {
     return __reduce_max_sync(0xffffffffu, rows_[Tile::kRowTiles - 1][1].last_kv) + 1;
   }
 
-  // Applies the variant's transform to token tiles kFrom ... kTiles - 1, and hides keys if
-  // `kMasked`. `inverse_scale` belongs to each row's query, where the tile scales queries.
-  // Without `kCaps` the soft cap is left to the caller.
-  template <bool kMasked, int kTiles = Tile::kTokenTiles, int kFrom = 0, bool kCaps = true>
+  // Applies the variant's transform to token tiles kFrom ... kTiles - 1. `inverse_scale` belongs to
+  // each row's query, where the tile scales queries. Without `kCaps` the soft cap is left to the
+  // caller.
+  template <int kTiles = Tile::kTokenTiles, int kFrom = 0, bool kCaps = true>
   __device__ __forceinline__ void transform(
       Logits& logits, int first_token, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
     if constexpr (Variant::kCapsLogits) {
@@ -126,62 +115,86 @@ class TileRows {
       if constexpr (kCaps) cap<kTiles, kFrom>(logits);
     }
     constexpr bool kTransforms = Variant::kHasLogitsTransform && !Variant::kCapsLogits;
-    const int lane_idx = threadIdx.x % 32;
-    const int column = first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
-    const bool negate =
-        Variant::use_softmax && !Variant::kNegatesQuery && variant.sm_scale_log2 < 0.f;
-    // Bounds relative to `column`.
-    int first_bounds[Tile::kRowTiles][2], last_bounds[Tile::kRowTiles][2];
-    if constexpr (kMasked && kHidesByBounds) {
-#pragma unroll
-      for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const QueryRow& row = rows_[i][h];
-          last_bounds[i][h] = min(row.last_kv - column, Tile::kWarpKV) + kHiddenBound + 1;
-          if constexpr (Traits::kWindow) {
-            first_bounds[i][h] =
-                min(column - max(row.first_kv, 0), Tile::kWarpKV) + kHiddenBound + 1;
-          }
-        }
+    const int column = first_column(first_token);
+    for_each<kTiles, kFrom>(logits, [&](float& logit, int i, int j, int e) {
+      const QueryRow& row = rows_[i][e / 2];
+      if constexpr (Tile::kScalesQuery && !Variant::kCapsLogits && !kFoldsQueryScale) {
+        logit *= inverse_scale[i][e / 2];
       }
+      if constexpr (kTransforms) {
+        if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
+        logit = variant.LogitsTransform(view, logit, item_.request, row.qo_idx,
+                                        column + token(j, e), row.qo_head_idx, kv_head_);
+      }
+      if constexpr (kTransforms && Tile::kHidesByMinimum && !Variant::kNegatesQuery) {
+        // Where a user's transform is one multiplication, ptxas moves it to each use of the logit
+        // and serializes the products (C7511). It does not move this.
+        asm volatile("xor.b32 %0, %0, %1;" : "+f"(logit) : "r"(sign_));
+      } else if constexpr (kNegatesLogits) {
+        logit = __uint_as_float(__float_as_uint(logit) ^ sign_);
+      }
+    });
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ static void negate(Logits& logits) {
+    for_each<kTiles, 0>(logits, [](float& logit, int, int, int) { logit = -logit; });
+  }
+
+  // Hides the logits of keys that their row does not see.
+  template <int kTiles = Tile::kTokenTiles, int kFrom = 0>
+  __device__ __forceinline__ void hide(Logits& logits, int first_token) const {
+    if constexpr (kReadsWords) {
+      hide_by_words<kTiles, kFrom>(logits, first_token);
+    } else if constexpr (kHidesByBounds) {
+      hide_by_bounds<kTiles, kFrom>(logits, first_column(first_token));
+    } else {
+      const int column = first_column(first_token);
+      for_each<kTiles, kFrom>(logits, [&](float& logit, int i, int j, int e) {
+        if (!sees(rows_[i][e / 2], column + token(j, e))) logit = kHiddenLogit;
+      });
     }
+  }
+
+  // Both, but hides only in steps with tokens beyond `plain`.
+  template <int kTiles, int kFrom = 0>
+  __device__ __forceinline__ void transform_steps(Logits& logits, int first_token,
+                                                  const float (&inverse_scale)[Tile::kRowTiles][2],
+                                                  KeyRange plain) const {
+    constexpr int kTo = kFrom + Tile::kStepTokens / 8;
+    transform<kTo, kFrom>(logits, first_token, inverse_scale);
+    if (first_token + kFrom * 8 < plain.begin || first_token + kTo * 8 > plain.end) {
+      hide<kTo, kFrom>(logits, first_token);
+    }
+    if constexpr (kTo < kTiles) {
+      transform_steps<kTiles, kTo>(logits, first_token, inverse_scale, plain);
+    }
+  }
+
+  // A logit is hidden by its minimum with a bound: two instructions, no predicate. Bounds are
+  // integers that decrease with the token. Read as floats, they are NaN for visible tokens, for
+  // which the minimum is the logit itself, and minus infinity for hidden tokens.
+  template <int kTiles, int kFrom>
+  __device__ __forceinline__ void hide_by_bounds(Logits& logits, int column) const {
+    int first_bounds[Tile::kRowTiles][2], last_bounds[Tile::kRowTiles][2];  // relative to `column`
 #pragma unroll
     for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
-      for (int j = kFrom; j < kTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& logit = logits[i][j][e];
-          const QueryRow& row = rows_[i][e / 2];
-          const int kv_idx = column + j * (16 / kTilesOfStep) + e % 2 * (Tile::kNarrow ? 8 : 1);
-          if constexpr (Tile::kScalesQuery && !Variant::kCapsLogits && !kFoldsQueryScale) {
-            logit *= inverse_scale[i][e / 2];
-          }
-          if constexpr (kTransforms) {
-            if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
-            logit = variant.LogitsTransform(view, logit, item_.request, row.qo_idx, kv_idx,
-                                            row.qo_head_idx, kv_head_);
-            // Where a user's transform is one multiplication, ptxas moves it to each use of the
-            // logit and serializes the products (C7511). It does not move a sum.
-            if constexpr (Tile::kHidesByMinimum && !Variant::kNegatesQuery) {
-              asm volatile("add.f32 %0, %0, %1;" : "+f"(logit) : "f"(-0.f));
-            }
-          }
-          if constexpr (!Variant::kNegatesQuery) logit = negate ? -logit : logit;
-          if constexpr (kMasked && kHidesByBounds) {
-            const int token = j * 8 + e % 2;
-            logit = fminf(logit, hidden_bound(last_bounds[i][e / 2], -token));
-            if constexpr (Traits::kWindow) {
-              logit = fminf(logit, hidden_bound(first_bounds[i][e / 2], token));
-            }
-          } else if constexpr (kMasked && !kReadsWords) {
-            if (!sees(row, kv_idx)) logit = kHiddenLogit;
-          }
+      for (int h = 0; h < 2; ++h) {
+        const QueryRow& row = rows_[i][h];
+        last_bounds[i][h] = min(row.last_kv - column, Tile::kWarpKV) + kHiddenBound + 1;
+        if constexpr (Traits::kWindow) {
+          first_bounds[i][h] = min(column - max(row.first_kv, 0), Tile::kWarpKV) + kHiddenBound + 1;
         }
       }
     }
-    if constexpr (kMasked && kReadsWords) hide_by_words<kTiles, kFrom>(logits, first_token);
+    for_each<kTiles, kFrom>(logits, [&](float& logit, int i, int j, int e) {
+      if (!variant_sees(rows_[i][e / 2], column + token(j, e))) logit = kHiddenLogit;
+      logit = fminf(logit, hidden_bound(last_bounds[i][e / 2], -token(j, e)));
+      if constexpr (Traits::kWindow) {
+        logit = fminf(logit, hidden_bound(first_bounds[i][e / 2], token(j, e)));
+      }
+    });
   }
 
   // Applies a mask that is no range of keys, unless the warp sees all tokens of the tile, as it
@@ -212,11 +225,7 @@ class TileRows {
         for (int e = 0; e < 4; ++e) {
           const int token = (j - kFrom) * 8 + e % 2;
           bool visible = words[e / 2][token / 32] & 1u << token % 32;
-          if constexpr (Variant::kHasLogitsMask) {
-            const int kv_idx = first + threadIdx.x % 4 * 2 + token;
-            visible = visible && variant.LogitsMask(view, item_.request, rows_[i][e / 2].qo_idx,
-                                                    kv_idx, rows_[i][e / 2].qo_head_idx, kv_head_);
-          }
+          visible &= variant_sees(rows_[i][e / 2], first + threadIdx.x % 4 * 2 + token);
           if (!visible) logits[i][j][e] = kHiddenLogit;
         }
       }
@@ -253,6 +262,16 @@ class TileRows {
     }
   }
 
+  // first_column() is the token of a thread's first logit; token() is how far that of logit e of
+  // tile j lies behind it.
+  __device__ __forceinline__ static int first_column(int first_token) {
+    const int lane_idx = threadIdx.x % 32;
+    return first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
+  }
+  __device__ __forceinline__ static constexpr int token(int j, int e) {
+    return j * (16 / kTilesOfStep) + e % 2 * (Tile::kNarrow ? 8 : 1);
+  }
+
   template <int kTiles, int kFrom, typename Function>
   __device__ __forceinline__ static void for_each(Logits& logits, const Function& function) {
 #pragma unroll
@@ -260,7 +279,7 @@ class TileRows {
 #pragma unroll
       for (int j = kFrom; j < kTiles; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) function(logits[i][j][e], i, e);
+        for (int e = 0; e < 4; ++e) function(logits[i][j][e], i, j, e);
       }
     }
   }
@@ -270,7 +289,7 @@ class TileRows {
   __device__ __forceinline__ void scale_before_cap(
       Logits& logits, const float (&inverse_scale)[Tile::kRowTiles][2]) const {
     if constexpr (Tile::kScalesQuery || Variant::kHasHeadScales) {
-      for_each<kTiles, kFrom>(logits, [&](float& logit, int i, int e) {
+      for_each<kTiles, kFrom>(logits, [&](float& logit, int i, int, int e) {
         if constexpr (Tile::kScalesQuery) logit *= inverse_scale[i][e / 2];
         if constexpr (Variant::kHasHeadScales) logit *= head_scale_[i][e / 2];
       });
@@ -284,11 +303,11 @@ class TileRows {
     const math::SoftCap& soft_cap = variant.soft_cap;
     float most[4] = {};  // four, so that few maxima wait for each other
     for_each<kTiles, kFrom>(
-        logits, [&](float logit, int, int e) { most[e] = fmaxf(most[e], fabsf(logit)); });
+        logits, [&](float logit, int, int, int e) { most[e] = fmaxf(most[e], fabsf(logit)); });
     const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     if (__builtin_expect(__all_sync(0xffffffffu, soft_cap.is_near(largest)), true)) {
-      return for_each<kTiles, kFrom>(logits,
-                                     [&](float& logit, int, int) { logit = soft_cap.near(logit); });
+      return for_each<kTiles, kFrom>(
+          logits, [&](float& logit, int, int, int) { logit = soft_cap.near(logit); });
     }
 #pragma unroll 1
     for (int turn = kFrom; turn < kTiles; ++turn) {
@@ -322,135 +341,9 @@ class TileRows {
     }
   }
 
-  // Updates each row's largest exponent. It may lag, since the sums have room for that, so most
-  // tiles of a long row change nothing. Returns true if any row of the warp grew; the earlier sums
-  // must then be multiplied by `shrink`.
-  __device__ __forceinline__ static bool update_largest(WarpState<Tile>& state,
-                                                        const Logits& logits, const Scales& scale,
-                                                        float (&shrink)[Tile::kRowTiles][2]) {
-    if constexpr (Tile::kSplitKV) {
-      // A row grows if any lane's part of it does; decode thus needs no reduction over the lanes.
-      bool grow = false;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float largest = lane_largest<Tile::kTokenTiles>(logits[0], h);
-        grow |= Weights::grow(state.largest[0][h], largest * scale[0][h]);
-      }
-      if (!__any_sync(0xffffffffu, grow)) return false;
-    }
-    bool changes = false;
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float previous = state.largest[i][h];
-        const float largest = row_largest<Tile::kTokenTiles>(logits[i], h);
-        if (Weights::grow(previous, largest * scale[i][h])) {
-          state.largest[i][h] = largest * scale[i][h] - Weights::kFirst;
-        }
-        shrink[i][h] = math::ptx_exp2(previous - state.largest[i][h]);
-        changes |= state.largest[i][h] != previous;
-      }
-    }
-    return __any_sync(0xffffffffu, changes);
-  }
-
-  // Largest of this lane's logits in the first `kTiles` token tiles.
-  template <int kTiles>
-  __device__ __forceinline__ static float lane_largest(const float (&logits)[Tile::kTokenTiles][4],
-                                                       int h) {
-    float largest = fmaxf(logits[0][2 * h], logits[0][2 * h + 1]);
-#pragma unroll
-    for (int j = 1; j < kTiles; ++j) {
-      largest = fmaxf(largest, fmaxf(logits[j][2 * h], logits[j][2 * h + 1]));
-    }
-    return largest;
-  }
-  // Largest over all lanes of the row.
-  template <int kTiles>
-  __device__ __forceinline__ static float row_largest(const float (&logits)[Tile::kTokenTiles][4],
-                                                      int h) {
-    float largest = lane_largest<kTiles>(logits, h);
-#pragma unroll
-    for (int offset = kFirstLane; offset < kEndLane; offset *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    }
-    return largest;
-  }
-
-  __device__ __forceinline__ static void shrink_sums(WarpState<Tile>& state,
-                                                     const float (&shrink)[Tile::kRowTiles][2]) {
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-      for (int h = 0; h < 2; ++h) state.sum[i][h] *= shrink[i][h];
-    }
-  }
-
-  __device__ __forceinline__ static void shrink_output(WarpState<Tile>& state,
-                                                       const float (&shrink)[Tile::kRowTiles][2]) {
-#pragma unroll
-    for (int i = 0; i < Tile::kRowTiles; ++i) {
-      float factor[4] = {shrink[i][0], shrink[i][0], shrink[i][1], shrink[i][1]};
-      if constexpr (Tile::kNarrow) factor[1] = shrink[i][1], factor[2] = shrink[i][0];
-#pragma unroll
-      for (int j = 0; j < Tile::kOutputTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) state.output[i][j][e] *= factor[e];
-      }
-    }
-  }
-
-  // Turns the logits of tokens 16 * step ... + 15 into weights, and adds these to the sums.
-  __device__ __forceinline__ static void weigh(WarpState<Tile>& state, Logits& logits, int step,
-                                               const Scales& scale) {
-    if constexpr (Variant::use_softmax) {
-#pragma unroll
-      for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-        for (int r = 0; r < 2 * kTilesOfStep; ++r) {
-          float (&tile)[4] = logits[i][kTilesOfStep * step + r / 2];
-          const int h = r % 2;
-          float &a = tile[2 * h], &b = tile[2 * h + 1];
-          a = math::ptx_exp2(fmaf(a, scale[i][h], -state.largest[i][h]));
-          b = math::ptx_exp2(fmaf(b, scale[i][h], -state.largest[i][h]));
-          state.sum[i][h] += a + b;
-        }
-      }
-    }
-  }
-
-  // Packs the weights of these tokens as A fragments, or as a B fragment for narrow tiles.
-  __device__ __forceinline__ static void pack(const Logits& logits, int step,
-                                              uint32_t (&p)[Tile::kRowTiles][4]) {
-    using Pair = PackedPair<typename Tile::Mma>;
-    if constexpr (Tile::kNarrow) {
-      // A pair of logits holds two rows of one token, and a pair of weights one row of two tokens.
-      const float (&tile)[4] = logits[0][step];
-      for (int r = 0; r < 2; ++r) p[0][r] = ptx::movmatrix_trans(Pair::pack(tile[r], tile[2 + r]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < Tile::kRowTiles; ++i) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const int first = r % 2 * 2;
-          const float* const pair = logits[i][2 * step + r / 2] + first;
-          p[i][r] = Pair::pack(pair[0], pair[1]);
-        }
-      }
-    }
-  }
-
  private:
-  // Tiles of logits that 16 tokens have.
-  static constexpr int kTilesOfStep = Tile::kNarrow ? 1 : 2;
-  // Bits of the lane number that distinguish the lanes of one row.
-  static constexpr int kFirstLane = Tile::kNarrow ? 4 : 1;
-  static constexpr int kEndLane = Tile::kNarrow ? 32 : 4;
-
-  // Exponent of a row that has seen no key. It is finite, so that a hidden logit of -inf gets the
-  // weight 2^(-inf) = 0, and below that of any visible key.
-  static constexpr float kNothingSeen = -3.4028234663852886e38f;
-
+  // Whether a negative scale is applied to logits. Without softmax a variant has no scale.
+  static constexpr bool kNegatesLogits = Variant::use_softmax && !Variant::kNegatesQuery;
   static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
                                      Traits::kMask == MaskMode::multi_item ||
                                      Variant::kHasLogitsMask;
@@ -459,12 +352,8 @@ class TileRows {
       (Traits::kMask == MaskMode::custom || Traits::kMask == MaskMode::multi_item) &&
       !Tile::kNarrow;
   static constexpr float kHiddenLogit = Variant::use_softmax ? -math::inf : 0.f;
-  // The Hopper kernel hides a logit by its minimum with a bound, in two instructions and without a
-  // predicate. Bounds are integers that decrease with the token. Read as floats, they are NaN for
-  // visible tokens, for which the minimum is the logit itself, and minus infinity for hidden
-  // tokens.
   static constexpr bool kHidesByBounds =
-      Tile::kHidesByMinimum && Variant::use_softmax && !kReadsMask;
+      Tile::kHidesByMinimum && Variant::use_softmax && !kReadsWords;
   static constexpr int kHiddenBound = static_cast<int>(0xff800000u);  // minus infinity
   __device__ __forceinline__ static float hidden_bound(int first, int token) {
     return __int_as_float(__viaddmax_s32(first, token, kHiddenBound));
@@ -477,18 +366,26 @@ class TileRows {
       // Rows after the tile's end have no mask to read.
       visible = visible && row.qo_idx < item_.qo_len;
       visible = visible && is_visible<Traits::kMask>(item_, row, kv_idx, params_.variant);
-      if constexpr (Variant::kHasLogitsMask) {
-        visible = visible && variant.LogitsMask(view, item_.request, row.qo_idx, kv_idx,
-                                                row.qo_head_idx, kv_head_);
-      }
+      visible &= variant_sees(row, kv_idx);
     }
     return visible;
+  }
+
+  // Asks the variant's own mask, with indices of tokens and queries that exist in place of others:
+  // so no branch need keep it from reading with those.
+  __device__ __forceinline__ bool variant_sees(const QueryRow& row, int kv_idx) const {
+    if constexpr (Variant::kHasLogitsMask) {
+      return variant.LogitsMask(view, item_.request, min(row.qo_idx, item_.qo_len - 1),
+                                min(kv_idx, max(row.last_kv, 0)), row.qo_head_idx, kv_head_);
+    }
+    return true;
   }
 
   const Params& params_;
   const WorkItem& item_;
   const uint32_t kv_head_;
   const int kv_end_;
+  uint32_t sign_ = 0;  // that logits get of a negative scale
   QueryRow rows_[Tile::kRowTiles][2];
   Scales head_scale_;  // factors of logits, if the variant has them
 

@@ -273,11 +273,8 @@ class TileWorker {
     }
     profile_.end(AttentionEvent::kKeys);
     profile_.begin(AttentionEvent::kWeights);
-    if (rows_.has_hidden_keys(first_token)) {
-      rows_.template transform<true>(logits, first_token, inverse_scale_);
-    } else {
-      rows_.template transform<false>(logits, first_token, inverse_scale_);
-    }
+    rows_.transform(logits, first_token, inverse_scale_);
+    if (rows_.has_hidden_keys(first_token)) rows_.hide(logits, first_token);
     float scale[Tile::kRowTiles][2];
     rows_.scales_log2(scale, inverse_scale_);
     if constexpr (Variant::use_softmax) {

@@ -26,18 +26,13 @@ class HopperConsumer {
   using Variant = typename Traits::Variant;
   using Rows = TileRows<Traits, Params>;
   using Products = HopperProducts<Traits>;
-  using KeyRows = typename Products::KeyRows;
-  using ValueRows = typename Products::ValueRows;
   static_assert(Variant::use_softmax || Tile::kElement == 2, "8 bits hold weights, not logits");
   using Span = typename AttentionProfile<Params>::Span;
   static constexpr int kSteps = Products::kSteps;
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
   // Half tiles are rare without a mask, and ptxas lacks registers for both forms with heads of 64.
   static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
-  // A user's hooks are in each form of a tile's code, which they make long and short of registers
-  // (C7511). So it has few then: items in turn, no steps skipped, first tiles that all hide keys.
-  static constexpr bool kFewForms = Traits::kUserVariant;
-  static constexpr bool kPipelinesItems = Tile::kPipelinesItems && !kFewForms;
+  static constexpr bool kFewForms = kHopperFewForms<Traits>;
   // With 8-bit operands a warp's chain of instructions limits a tile's time, so a step without
   // visible tokens is skipped. Bit masks would need code and registers for each number of steps.
   static constexpr bool kSkipsSteps =
@@ -66,7 +61,13 @@ class HopperConsumer {
     // The last group gives the first group its first turn.
     if (group_idx_ == Tile::kConsumers - 1) pass_turn();
     await_work();
-    while (work(item_).item.request >= 0) attend();
+    while (work(item_).item.request >= 0) {
+      if constexpr (kFewForms) {
+        attend_item();
+      } else {
+        attend_items();
+      }
+    }
     ptx::tma_store_wait_read();  // the copy engine reads shared memory until then
     ptx::grid_launch_dependents();
   }
@@ -142,99 +143,94 @@ class HopperConsumer {
     return ceil_div(max(item.kv_end - item.kv_begin, 0), Tile::kTileKV);
   }
 
-  // Processes items until one cannot be overlapped with the item before it. While items overlap,
-  // the first q k^T of an item runs together with the last p v of the item before. On return
-  // `item_` is the item to start afresh; a negative request marks the end.
-  __device__ __forceinline__ void attend() {
+  // Where a warp is among an item's tiles, from the last tokens to the first. Logits and weights
+  // beside it: as members they leave ptxas without registers for the products (C7511).
+  struct Place {
+    KeyRange plain;  // tokens whose logits the warp uses unchanged
+    int first_token, tiles_left;
+    bool is_last, has_keys;  // whether the item has no other tile, and whether the next keys came
+  };
+
+  // Processes one item.
+  __device__ __forceinline__ void attend_item() {
     const WorkItem& item = work(item_).item;
     Rows rows(params_, item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
     WarpState<Tile> state;
     rows.begin(state);
-    const int tiles = num_tiles(item);
-    if (tiles == 0) {
+    Place place;
+    place.tiles_left = num_tiles(item);
+    if (place.tiles_left == 0) {
+      await_query();
+      release_query();
+    } else {
+      Logits logits;
+      Weights p;
+      float scale[2];
+      first_tile(rows, state, logits, p, scale, place, item);
+      other_tiles(rows, state, logits, p, scale, place);
+      last_values(state, p);
+    }
+    finish(item_, state);
+    ++item_;
+    await_work();
+  }
+
+  // Processes items until one cannot be overlapped with the item before it. While items overlap,
+  // the first q k^T of an item runs together with the last p v of the item before. On return
+  // `item_` is the item to start afresh; a negative request marks the end.
+  __device__ __forceinline__ void attend_items() {
+    const WorkItem& item = work(item_).item;
+    Rows rows(params_, item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
+    WarpState<Tile> state;
+    rows.begin(state);
+    Place place;
+    place.tiles_left = num_tiles(item);
+    if (place.tiles_left == 0) {
       await_query();
       release_query();
       finish(item_, state);
       ++item_;
       return await_work();
     }
-
     Logits logits;
     Weights p;
     float scale[2];
-    row_scales(rows, scale);
-    int first_token = item.kv_begin + (tiles - 1) * Tile::kTileKV;
-    take_query(scale);
-    await_keys();
-    profile_.begin(AttentionEvent::kKeys);
-    const uint64_t q = query_operand(), k = key_operand();
-    await_turn();
-    ptx::wgmma_fence();
-    Products::template multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
-    ptx::wgmma_commit();
-    pass_turn();
-    KeyRange plain = plain_range(rows);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_done(logits[0]);
-    int tiles_left = tiles;
-    bool is_last = release_keys(first_token, tiles_left);
-    const int num_visible = kSkipsSteps ? rows.visible_end() - first_token : Tile::kTileKV;
-    bool has_keys = weigh_visible<Tile::kTokenTiles>(rows, state, logits, p, scale, first_token,
-                                                     plain, num_visible);
-
+    first_tile(rows, state, logits, p, scale, place, item);
     while (true) {
-      while (!is_last) {
-        first_token -= Tile::kTileKV;
-        if (!has_keys) await_keys();
-        multiply_both<Tile::kTokenTiles>(logits, state, p);
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_done(logits[0]);
-        is_last = release_keys(first_token, tiles_left);
-        has_keys =
-            weigh<false, Tile::kTokenTiles>(rows, state, logits, p, scale, first_token, plain, [&] {
-              finish_values(state, p, 2);
-              test_values();
-            });
-      }
+      other_tiles(rows, state, logits, p, scale, place);
       ++item_;
       // Both tests are issued together: the second need not wait for the first one's answer.
       const bool has_work = test_work();
-      const bool has_query = kPipelinesItems && test_query();
+      const bool has_query = Tile::kPipelinesItems && test_query();
       if (!has_work) await_work();
       const WorkItem& next_item = work(item_).item;
       const int next_tiles = num_tiles(next_item), next_end = next_item.kv_end;
-      if (!kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
-        const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
-        await_values(values);
-        ptx::wgmma_fence();
-        Products::multiply_pv(state, p, value_operand(values));
-        ptx::wgmma_commit();
-        finish_values(state, p, 1);
-        finish(item_ - 1, state);
-        return;
+      if (!Tile::kPipelinesItems || next_item.request < 0 || next_tiles == 0) {
+        last_values(state, p);
+        return finish(item_ - 1, state);
       }
-      first_token = next_item.kv_begin + (next_tiles - 1) * Tile::kTileKV;
+      place.first_token = next_item.kv_begin + (next_tiles - 1) * Tile::kTileKV;
       if (!has_query) await_query();
-      if (!has_keys) await_keys();
+      if (!place.has_keys) await_keys();
       WarpState<Tile> next_state;
       new (&rows) Rows(params_, next_item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
       rows.begin(next_state);
-      plain = plain_range(rows);
+      place.plain = plain_range(rows);
       // A copy for each form: products of both in flight where branches meet would make ptxas wait.
-      const auto begin_next = [&](auto tiles) {
-        multiply_both<kHalvesProducts ? tiles.value : Tile::kTokenTiles>(logits, state, p);
+      const auto begin_next = [&](auto count) {
+        multiply_both<kHalvesProducts ? count.value : Tile::kTokenTiles>(logits, state, p);
         row_scales(rows, scale);
         ptx::wgmma_wait<1>();
         ptx::wgmma_done(logits[0]);
-        is_last = release_keys(first_token, tiles_left);
-        has_keys = weigh<true, tiles.value>(rows, next_state, logits, p, scale, first_token, plain,
-                                            [&] { finish_values(state, p, 2); });
+        release_keys(place);
+        weigh<true, count.value>(rows, next_state, logits, p, scale, place,
+                                 [&] { finish_values(state, p, 2); });
       };
       // If the tile has at most half its tokens, only the first half is multiplied and weighed, and
       // the other weights are 0. The first tile of an item that starts afresh is always multiplied
       // whole.
       if (Tile::kHalvesTiles &&
-          FLASHINFER_AGREED(Tile, next_end - first_token <= Tile::kTileKV / 2)) {
+          FLASHINFER_AGREED(Tile, next_end - place.first_token <= Tile::kTileKV / 2)) {
         begin_next(std::integral_constant<int, kHalfTile>());
 #pragma unroll
         for (int step = kSteps / 2; step < kSteps; ++step) {
@@ -247,6 +243,54 @@ class HopperConsumer {
       finish(item_ - 1, state);
       state = next_state;
     }
+  }
+
+  __device__ __forceinline__ void first_tile(Rows& rows, WarpState<Tile>& state, Logits& logits,
+                                             Weights& p, float (&scale)[2], Place& place,
+                                             const WorkItem& item) {
+    place.first_token = item.kv_begin + (place.tiles_left - 1) * Tile::kTileKV;
+    row_scales(rows, scale);
+    take_query(scale);
+    await_keys();
+    profile_.begin(AttentionEvent::kKeys);
+    const uint64_t q = operands().query(), k = operands().keys(k_ring_.stage);
+    await_turn();
+    ptx::wgmma_fence();
+    Products::template multiply_qk<Tile::kTokenTiles>(logits[0], q, k);
+    ptx::wgmma_commit();
+    pass_turn();
+    place.plain = plain_range(rows);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_done(logits[0]);
+    release_keys(place);
+    const int num_visible = kSkipsSteps ? rows.visible_end() - place.first_token : Tile::kTileKV;
+    weigh_visible<Tile::kTokenTiles>(rows, state, logits, p, scale, place, num_visible);
+  }
+
+  // The weights of the other tiles, and p v of all but the last.
+  __device__ __forceinline__ void other_tiles(Rows& rows, WarpState<Tile>& state, Logits& logits,
+                                              Weights& p, const float (&scale)[2], Place& place) {
+    while (!place.is_last) {
+      place.first_token -= Tile::kTileKV;
+      if (!place.has_keys) await_keys();
+      multiply_both<Tile::kTokenTiles>(logits, state, p);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_done(logits[0]);
+      release_keys(place);
+      weigh<false, Tile::kTokenTiles>(rows, state, logits, p, scale, place, [&] {
+        finish_values(state, p, 2);
+        test_values();
+      });
+    }
+  }
+
+  __device__ __forceinline__ void last_values(WarpState<Tile>& state, Weights& p) {
+    const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
+    await_values(values);
+    ptx::wgmma_fence();
+    Products::multiply_pv(state, p, operands().values(values.stage));
+    ptx::wgmma_commit();
+    finish_values(state, p, 1);
   }
 
   __device__ __forceinline__ void await_keys() const {
@@ -274,7 +318,7 @@ class HopperConsumer {
   __device__ __forceinline__ void multiply_both(Logits& logits, WarpState<Tile>& state,
                                                 const Weights& p) {
     const ptx::Ring<Tile::kStages> values = k_ring_.before(1);
-    const Operands from = operands(values);
+    const auto from = operands().both(k_ring_.stage, values.stage);
     profile_.begin(AttentionEvent::kKeys);
     await_turn();
     ptx::wgmma_fence();
@@ -322,16 +366,15 @@ class HopperConsumer {
     arrive(control_.work_empty[number % HopperControl::kWorkStages]);
   }
 
-  // Releases the keys, and with an item's last keys its queries; returns whether they were the
-  // last. With 8-bit products a counter says so: the item's begin would come late from memory.
-  __device__ __forceinline__ bool release_keys(int first_token, int& tiles_left) {
+  // Releases the keys, and with an item's last keys its queries. With 8-bit products a counter says
+  // that they are the last: the item's begin would come late from memory.
+  __device__ __forceinline__ void release_keys(Place& place) {
     profile_.end(AttentionEvent::kKeys);
     arrive(control_.k_empty[k_ring_.stage]);
     k_ring_.advance();
-    const bool is_last =
-        Tile::kProductsAre8Bit ? --tiles_left == 0 : first_token <= work(item_).item.kv_begin;
-    if (is_last) release_query();
-    return is_last;
+    place.is_last = Tile::kProductsAre8Bit ? --place.tiles_left == 0
+                                           : place.first_token <= work(item_).item.kv_begin;
+    if (place.is_last) release_query();
   }
   __device__ __forceinline__ void release_query() {
     uint32_t number = item_;
@@ -340,49 +383,9 @@ class HopperConsumer {
     if constexpr (!Tile::kOutputOverQ) arrive(control_.q_empty[number % Tile::kStagesQ]);
   }
 
-  // Descriptors of the operands at the rings' current stages. The shuffle keeps them in uniform
-  // registers; computed in vector registers they delay each product. With 8-bit products they are
-  // computed without a mask and from one shuffled stage, since the warp's chain of instructions
-  // limits a tile's time. With 16-bit products ptxas lacks registers for that (C7511).
-  struct Operands {
-    uint64_t q, k, v;
-  };
-  __device__ __forceinline__ Operands operands(const ptx::Ring<Tile::kStages>& values) const {
-    if constexpr (Tile::kProductsAre8Bit) {
-      const uint32_t stage = Products::shuffled(k_ring_.stage);
-      const uint32_t value_stage = stage == 0 ? Tile::kStages - 1 : stage - 1;
-      const uint64_t q = query_operand();
-      return {q, Products::eight_bit_operand(base(), Products::key_offset(stage)),
-              Products::eight_bit_operand(base(), Products::value_offset(value_stage))};
-    }
-    return {query_operand(), key_operand(), value_operand(values)};
+  __device__ __forceinline__ HopperOperands<Traits> operands() const {
+    return {address(*shared_), item_ % Tile::kStagesQ, group_idx_};
   }
-  __device__ __forceinline__ uint64_t query_operand() const {
-    constexpr uint32_t kUnit = Products::kUnit;
-    const uint32_t offset =
-        item_ % Tile::kStagesQ * (Tile::kBytesQ / kUnit) + group_idx_ * (64 * 128 / kUnit);
-    if constexpr (Tile::kProductsAre8Bit) {
-      const uint64_t described = Products::eight_bit_operand(base(), offset);
-      return (described >> 32 << 32) | Products::shuffled(static_cast<uint32_t>(described));
-    }
-    return Products::operand(base(), offset);
-  }
-  __device__ __forceinline__ uint64_t key_operand() const {
-    if constexpr (Tile::kProductsAre8Bit) {
-      const uint32_t stage = Products::shuffled(k_ring_.stage);
-      return Products::eight_bit_operand(base(), Products::key_offset(stage));
-    }
-    return Products::operand(base(), Products::key_offset(k_ring_.stage), 0, KeyRows::kGroupBytes);
-  }
-  __device__ __forceinline__ uint64_t value_operand(const ptx::Ring<Tile::kStages>& values) const {
-    if constexpr (Tile::kProductsAre8Bit) {
-      const uint32_t stage = Products::shuffled(values.stage);
-      return Products::eight_bit_operand(base(), Products::value_offset(stage));
-    }
-    return Products::operand(base(), Products::value_offset(values.stage), ValueRows::kChunkBytes,
-                             ValueRows::kGroupBytes);
-  }
-  __device__ __forceinline__ uint32_t base() const { return address(*shared_); }
 
   __device__ __forceinline__ static void row_scales(const Rows& rows, float (&scale)[2]) {
     scale[0] = rows.scale_log2(0, 0);
@@ -397,17 +400,18 @@ class HopperConsumer {
     return {range.begin, negates() ? range.begin : range.end};
   }
 
-  // Turns logits into weights and returns whether the next keys have arrived. No key is hidden in
-  // tiles within `plain`. `finish_values` waits for the p v in flight, which reads the registers of
-  // `p`; the output may be rescaled only after it. An item's first tile has no such p v. A half
-  // tile gives the same bits as a whole tile whose other half is hidden, so results do not depend
-  // on which items the CTA processed before.
+  // Turns logits into weights. No key is hidden in tiles within `plain`. `finish_values` waits for
+  // the p v in flight, which reads the registers of `p`; the output may be rescaled only after it.
+  // An item's first tile has no such p v. A half tile gives the same bits as a whole tile whose
+  // other half is hidden, so results do not depend on which items the CTA processed before.
   template <bool kFirst, int kTiles, typename FinishValues>
-  __device__ __forceinline__ bool weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
-                                        Weights& p, const float (&scale)[2], int first_token,
-                                        KeyRange plain, const FinishValues& finish_values) const {
+  __device__ __forceinline__ void weigh(Rows& rows, WarpState<Tile>& state, Logits& logits,
+                                        Weights& p, const float (&scale)[2], Place& place,
+                                        const FinishValues& finish_values) const {
     const Span span(profile_, AttentionEvent::kWeights);
     constexpr int kTileSteps = kTiles * 8 / Tile::kStepTokens;
+    const int first_token = place.first_token;
+    const KeyRange plain = place.plain;
     float inverse_scale[1][2] = {{1.f, 1.f}};  // inverse scales of the queries
     if constexpr (kUnscalesLogits) {
       const float* const of_rows = control_.inverse_query_scale + first_row<Tile>();
@@ -416,23 +420,24 @@ class HopperConsumer {
     using Weighing = HopperWeights<Traits, Params>;
     constexpr bool kCaps = !Rows::kCapsWeights;  // else weigh_capped() does
     const bool is_plain = first_token >= plain.begin && first_token + kTiles * 8 <= plain.end;
-    if (__builtin_expect((kFirst && kFewForms) || !is_plain, kFirst)) {
-      if (negates()) {
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) logits[0][j][e] = -logits[0][j][e];
-        }
+    if constexpr (kFewForms) {
+      if (negates()) rows.template negate<kTiles>(logits);
+      rows.template transform<kTiles, 0, kCaps>(logits, first_token, inverse_scale);
+      if (kFirst || Variant::kHasLogitsMask || !is_plain) {
+        rows.template hide<kTiles>(logits, first_token);
       }
+    } else if (__builtin_expect(!is_plain, kFirst)) {
+      if (negates()) rows.template negate<kTiles>(logits);
       if constexpr (kFirst && kSkipsSteps) {
-        transform_steps<0, kTiles>(rows, logits, first_token, inverse_scale, plain);
+        rows.template transform_steps<kTiles>(logits, first_token, inverse_scale, plain);
       } else {
-        rows.template transform<true, kTiles, 0, kCaps>(logits, first_token, inverse_scale);
+        rows.template transform<kTiles, 0, kCaps>(logits, first_token, inverse_scale);
+        rows.template hide<kTiles>(logits, first_token);
       }
     } else {
-      rows.template transform<false, kTiles, 0, kCaps>(logits, first_token, inverse_scale);
+      rows.template transform<kTiles, 0, kCaps>(logits, first_token, inverse_scale);
     }
-    const bool has_keys = test_keys();
+    place.has_keys = test_keys();
     if constexpr (!Variant::use_softmax) {
       finish_values();
 #pragma unroll
@@ -443,43 +448,23 @@ class HopperConsumer {
       Weighing::template weigh_capped<kFirst, kTiles>(
           state, logits, p, math::SoftCap(params_.variant.soft_cap), finish_values);
     }
-    return has_keys;
-  }
-
-  // Applies masks only to the steps that need them.
-  template <int kFrom, int kTiles>
-  __device__ __forceinline__ static void transform_steps(Rows& rows, Logits& logits,
-                                                         int first_token,
-                                                         const float (&inverse_scale)[1][2],
-                                                         KeyRange plain) {
-    constexpr int kTo = kFrom + Tile::kStepTokens / 8;
-    if (first_token + kFrom * 8 < plain.begin || first_token + kTo * 8 > plain.end) {
-      rows.template transform<true, kTo, kFrom>(logits, first_token, inverse_scale);
-    } else {
-      rows.template transform<false, kTo, kFrom>(logits, first_token, inverse_scale);
-    }
-    if constexpr (kTo < kTiles) {
-      transform_steps<kTo, kTiles>(rows, logits, first_token, inverse_scale, plain);
-    }
   }
 
   // Weighs an item's first tile: only as many steps as its `num_visible` visible tokens take. With
   // a causal mask that is two thirds of the steps on average.
   template <int kTiles>
-  __device__ __forceinline__ bool weigh_visible(Rows& rows, WarpState<Tile>& state, Logits& logits,
-                                                Weights& p, const float (&scale)[2],
-                                                int first_token, KeyRange plain, int num_visible) {
+  __device__ __forceinline__ void weigh_visible(Rows& rows, WarpState<Tile>& state, Logits& logits,
+                                                Weights& p, const float (&scale)[2], Place& place,
+                                                int num_visible) {
     constexpr int kFewer = kTiles - Tile::kStepTokens / 8;
     if constexpr (kSkipsSteps && kFewer > 0) {
       if (num_visible <= kFewer * 8) {
 #pragma unroll
         for (uint32_t& weights : p[kFewer * 8 / Tile::kStepTokens][0]) weights = 0;
-        return weigh_visible<kFewer>(rows, state, logits, p, scale, first_token, plain,
-                                     num_visible);
+        return weigh_visible<kFewer>(rows, state, logits, p, scale, place, num_visible);
       }
     }
-    return weigh<true, kTiles>(rows, state, logits, p, scale, first_token, plain,
-                               [&] { test_values(); });
+    weigh<true, kTiles>(rows, state, logits, p, scale, place, [&] { test_values(); });
   }
 
   static constexpr int kOutputBarrier = 1 + 1 + Tile::kConsumers;

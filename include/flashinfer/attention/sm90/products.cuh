@@ -84,4 +84,60 @@ struct HopperProducts {
   }
 };
 
+// Descriptors of the operands at stages of their rings. The shuffle keeps them in uniform
+// registers; computed in vector registers they delay each product. With 8-bit products they are
+// computed without a mask and from one shuffled stage, since the warp's chain of instructions
+// limits a tile's time. With 16-bit products ptxas lacks registers for that (C7511).
+template <typename Traits>
+struct HopperOperands {
+  using Tile = typename Traits::Tile;
+  using Products = HopperProducts<Traits>;
+  using KeyRows = typename Products::KeyRows;
+  using ValueRows = typename Products::ValueRows;
+  struct Both {
+    uint64_t q, k, v;
+  };
+
+  uint32_t shared;  // address
+  uint32_t query_stage;
+  int group_idx;
+
+  // The operands of a step are the next keys and the values of the tile before.
+  __device__ __forceinline__ Both both(uint32_t key_stage, uint32_t value_stage) const {
+    if constexpr (Tile::kProductsAre8Bit) {
+      const uint32_t stage = Products::shuffled(key_stage);
+      const uint32_t before = stage == 0 ? Tile::kStages - 1 : stage - 1;
+      const uint64_t q = query();
+      return {q, Products::eight_bit_operand(shared, Products::key_offset(stage)),
+              Products::eight_bit_operand(shared, Products::value_offset(before))};
+    }
+    return {query(), keys(key_stage), values(value_stage)};
+  }
+
+  __device__ __forceinline__ uint64_t query() const {
+    constexpr uint32_t kUnit = Products::kUnit;
+    const uint32_t offset = query_stage * (Tile::kBytesQ / kUnit) + group_idx * (64 * 128 / kUnit);
+    if constexpr (Tile::kProductsAre8Bit) {
+      const uint64_t described = Products::eight_bit_operand(shared, offset);
+      return (described >> 32 << 32) | Products::shuffled(static_cast<uint32_t>(described));
+    }
+    return Products::operand(shared, offset);
+  }
+
+  __device__ __forceinline__ uint64_t keys(uint32_t stage) const {
+    if constexpr (Tile::kProductsAre8Bit) {
+      return Products::eight_bit_operand(shared, Products::key_offset(Products::shuffled(stage)));
+    }
+    return Products::operand(shared, Products::key_offset(stage), 0, KeyRows::kGroupBytes);
+  }
+
+  __device__ __forceinline__ uint64_t values(uint32_t stage) const {
+    if constexpr (Tile::kProductsAre8Bit) {
+      return Products::eight_bit_operand(shared, Products::value_offset(Products::shuffled(stage)));
+    }
+    return Products::operand(shared, Products::value_offset(stage), ValueRows::kChunkBytes,
+                             ValueRows::kGroupBytes);
+  }
+};
+
 }  // namespace flashinfer

@@ -155,6 +155,13 @@ struct HopperTile {
   static constexpr int kOffsetControl = kOutputOverQ ? kOffsetEnd : kOffsetOutput + kBytesOutput;
 };
 
+// Hooks that see logits are in each form of a tile's code, which they make long and short of
+// registers (C7511). So it has few forms then: items in turn, no steps skipped, first tiles that
+// all hide keys, weights that are made again by the same code.
+template <typename Traits>
+inline constexpr bool kHopperFewForms =
+    Traits::kUserVariant || (Traits::Variant::kHasLogitsTransform && !Traits::Variant::kCapsLogits);
+
 // Whether a warp's finished rows leave as one box of chunks; otherwise each chunk has its own box,
 // and the last one is cut off.
 template <typename Tile>

@@ -17,6 +17,7 @@
 
 #include <flashinfer/attention/rotation.cuh>
 #include <flashinfer/attention/rows.cuh>
+#include <flashinfer/attention/sm90/tile.cuh>
 #include <flashinfer/ptx/wgmma.cuh>
 
 namespace flashinfer {
@@ -63,6 +64,19 @@ class HopperWeights {
       grow<true, kTiles>(state, logits, exponent_of, fits);
       finish_values();
       make<0, kTileSteps>(state, logits, scale, p, sum, fits);
+    } else if constexpr (kHopperFewForms<Traits> && kAhead == 0) {
+      finish_values();
+      bool is_again = false;
+#pragma unroll 1
+      while (true) {
+        make<0, kTileSteps>(state, logits, scale, p, sum, fits);
+        if (is_again) break;
+        tile_fits(state, sum, fits);
+        if (__builtin_expect(!__any_sync(0xffffffffu, !(fits[0] && fits[1])), true)) break;
+        grow<false, kTiles>(state, logits, exponent_of, fits);
+        sum[0] = sum[1] = 0.f;
+        is_again = true;
+      }
     } else {
       uint32_t ahead[kSteps][1][4];  // only the first kAhead are used
       make<0, kAhead>(state, logits, scale, ahead, sum, fits);
