@@ -262,8 +262,8 @@ class TileRows : public RowWeights<Traits> {
     }
   }
 
-  // first_column() is the token of a thread's first logit; token() is how far that of logit e of
-  // tile j lies behind it.
+  // The token of a thread's first logit is first_column(); that of logit e of tile j lies token(j,
+  // e) behind it.
   __device__ __forceinline__ static int first_column(int first_token) {
     const int lane_idx = threadIdx.x % 32;
     return first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
