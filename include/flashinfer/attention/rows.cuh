@@ -262,12 +262,12 @@ class TileRows : public RowWeights<Traits> {
     }
   }
 
-  // The token of a thread's first logit is first_column(); that of logit e of tile j lies token(j,
-  // e) behind it.
+  // A thread's first logit has this token.
   __device__ __forceinline__ static int first_column(int first_token) {
     const int lane_idx = threadIdx.x % 32;
     return first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
   }
+  // Logit e of tile j is so many tokens behind it.
   __device__ __forceinline__ static constexpr int token(int j, int e) {
     return j * (16 / kTilesOfStep) + e % 2 * (Tile::kNarrow ? 8 : 1);
   }
