@@ -267,7 +267,7 @@ class TileRows : public RowWeights<Traits> {
     const int lane_idx = threadIdx.x % 32;
     return first_token + (Tile::kNarrow ? lane_idx / 4 : lane_idx % 4 * 2);
   }
-  // Logit e of tile j is so many tokens behind it.
+  // The distance of the token of logit e of tile j to it.
   __device__ __forceinline__ static constexpr int token(int j, int e) {
     return j * (16 / kTilesOfStep) + e % 2 * (Tile::kNarrow ? 8 : 1);
   }
