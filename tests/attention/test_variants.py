@@ -14,6 +14,7 @@ from tests.attention.batches import (
     BF16,
     Batch,
     indptr,
+    need_backend,
     plan_decode,
     plan_paged,
     plan_ragged,
@@ -154,3 +155,46 @@ def test_variant_that_owns_the_mask(device):
     out, lse = wrapper.run(q, k, v, return_lse=True)
     assert torch.equal(out[:199], v[1:].repeat_interleave(4, 1))
     assert not out[199].any() and (lse[199] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["causal", "custom"])
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_a_mask_sees_queries_and_tokens_that_exist(backend: str, custom: bool, device):
+    """It may read tables by them, also where a tile reaches beyond its request."""
+    mask = """
+    struct Third : AttentionVariantBase {
+      float sm_scale_log2;
+      template <typename Params>
+      __device__ Third(const Params& params, uint32_t, uint8_t*) {
+        sm_scale_log2 = params.sm_scale * math::log2e;
+      }
+      REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+        const bool exists = qo_idx < params.get_qo_len(batch_idx) &&
+                            kv_idx < params.get_kv_len(batch_idx) && qo_head_idx < 8 &&
+                            kv_head_idx < 2;
+        if (!exists) const_cast<float*>(params.strays)[0] = 1.f;
+        return kv_idx % 3 != 0;
+      })
+    };
+    """
+    need_backend(backend, device)
+    batch = Batch((5, 40, 0, 300, 1), (5, 77, 5, 300, 2))
+    masks = [
+        torch.ones(n, m).tril(m - n).bool()
+        for n, m in zip(batch.qo_lens, batch.kv_lens, strict=True)
+    ]
+    packed = torch.cat([m.flatten() for m in masks]).to(device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        workspace(device), backend=backend, jit_args=jit_args("Third", mask, ["strays"], [])
+    )
+    wrapper.plan(
+        *(indptr(batch.qo_lens), indptr(batch.kv_lens), 8, 2, 128),
+        **({"custom_mask": packed} if custom else {"causal": True}),
+        **batch.dtypes(),
+    )
+    strays = torch.zeros(1, device=device)
+    q, (k, v) = batch.query(device), ragged_kv(batch, device)
+    out = wrapper.run(q, k, v, strays)
+    shown = torch.cat([(m & (torch.arange(m.shape[1]) % 3 != 0)).flatten() for m in masks])
+    same((out,), (plan_ragged(batch, device, custom_mask=shown.to(device)).run(q, k, v),))
+    assert strays.item() == 0

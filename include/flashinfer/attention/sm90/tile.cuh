@@ -160,7 +160,9 @@ struct HopperTile {
 // all hide keys, weights that are made again by the same code.
 template <typename Traits>
 inline constexpr bool kHopperFewForms =
-    Traits::kUserVariant || (Traits::Variant::kHasLogitsTransform && !Traits::Variant::kCapsLogits);
+    Traits::kUserVariant ||
+    (Traits::Variant::kCapsLogits ? Traits::Tile::kProductsAre8Bit || Traits::Variant::kHasMDUpdate
+                                  : Traits::Variant::kHasLogitsTransform);
 
 // Whether a warp's finished rows leave as one box of chunks; otherwise each chunk has its own box,
 // and the last one is cut off.
