@@ -49,6 +49,8 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     "e4m3 128 cut": ({**LONG, "dtype": E4M3}, True, {}),
     "e4m3 64 ragged": ({"head": (64, 64), "dtype": E4M3, "qo_lens": (150, 3)}, False, {}),
     "e4m3 256 pages of 3": ({"head": (256, 256), "dtype": E4M3, "page_size": 3}, True, {}),
+    "128 alibi": ({}, True, {"causal": True, "pos_encoding_mode": "ALIBI"}),
+    "e4m3 128 soft cap": ({"dtype": E4M3}, False, {"causal": True, "logits_soft_cap": 5.0}),
     "keys in e4m3, pages of 16": ({"kv_dtype": E4M3}, True, {"causal": True}),
     "keys in e4m3, ragged": ({"kv_dtype": E4M3, "dtype": FP16}, False, {}),
     "decode, pages of 16": (DECODE, True, {}),
