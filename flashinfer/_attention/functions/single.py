@@ -29,7 +29,7 @@ from ..checks import (
     split_scales,
 )
 from ..plan.alibi import get_alibi_slopes
-from ..plan.masks import as_bools
+from ..plan.masks import as_bools, in_whole_words
 from ..plan.requests import ArgumentNames, AttentionProblem, CustomMask, PlanTensors, Requests
 from ..plan.spec import AttentionSpec
 from .single_plans import run_single
@@ -492,7 +492,7 @@ def _single_mask(
         )
     if packed.device != device:
         raise ValueError(f"`packed_custom_mask` must be on {device}, got {packed.device}")
-    return CustomMask(packed.contiguous(), _no_offset(device))
+    return CustomMask(in_whole_words(packed.contiguous()), _no_offset(device))
 
 
 def new_lse(q: torch.Tensor) -> torch.Tensor:

@@ -54,9 +54,25 @@ def make_mask(
     if length >= 2**31:
         raise ValueError(f"`custom_mask` must have less than 2^31 bytes, got {length}")
     packed = _vector("packed_custom_mask", packed, torch.uint8, length, may_be_longer)
-    bits, indptr = packed.to(device), torch.from_numpy(offsets.astype(np.int32)).to(device)
+    bits = in_whole_words(packed.to(device))
+    indptr = torch.from_numpy(offsets.astype(np.int32)).to(device)
     is_final = device.type == "cuda" and not may_be_longer  # graphs may change the bits
     return CustomMask(bits, indptr, _visible_keys(requests, bits, indptr) if is_final else None)
+
+
+def in_whole_words(bits: torch.Tensor) -> torch.Tensor:
+    """Packed bits whose memory ends with a word of 4 bytes, since kernels read words of them.
+
+    They are copied where it does not, though such a read does no harm on a GPU: allocations there
+    end with many words. compute-sanitizer counts bytes.
+    """
+    storage = bits.untyped_storage()
+    end = bits.data_ptr() + bits.numel()
+    if -end % 4 <= storage.data_ptr() + storage.nbytes() - end:
+        return bits
+    words = bits.new_empty(-(-bits.numel() // 4) * 4)
+    words[: bits.numel()] = bits
+    return words[: bits.numel()]
 
 
 def _visible_keys(requests: Requests, bits: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
