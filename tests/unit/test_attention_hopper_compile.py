@@ -59,10 +59,14 @@ OTHERS = [
     config(mask_mode="causal", dtype=E4M3, head_scales=True),
     config(mask_mode="causal", logits_soft_cap=True, sliding_window=True),
     config(mask_mode="causal", pos_encoding="alibi", paged=False),
+    config((64, 64), mask_mode="causal", sliding_window=True),
+    config((64, 64), mask_mode="causal", logits_soft_cap=True, paged=False),
+    config((96, 96), mask_mode="causal", sinks=True),
+    config(mask_mode="custom", sinks=True),
     config(mask_mode="causal", logits_soft_cap=True, dtype=E4M3, head_scales=True),
 ]
-# Here ptxas keeps numbers in memory.
-SPILLING = [OTHERS[1], OTHERS[-1]]
+# Here ptxas keeps numbers of an item in memory.
+SPILLING = [OTHERS[1], *(v for v in OTHERS[-4:] if not v.sliding_window)]
 
 
 def ids(value: AttentionConfig) -> str:

@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <flashinfer/attention/attention_params.h>
 #include <flashinfer/attention/kv_tiles.h>
+#include <flashinfer/attention/mask.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/math.cuh>
 #include <flashinfer/layout/swizzle.cuh>
@@ -155,14 +156,25 @@ struct HopperTile {
   static constexpr int kOffsetControl = kOutputOverQ ? kOffsetEnd : kOffsetOutput + kBytesOutput;
 };
 
-// Hooks that see logits are in each form of a tile's code, which they make long and short of
-// registers (C7511). So it has few forms then: items in turn, no steps skipped, first tiles that
-// all hide keys, weights that are made again by the same code.
+// Whether a kernel has few forms of a tile's code: items in turn, no steps skipped, first tiles
+// that all hide keys, weights that are made again by the same code. Other forms save up to a tenth
+// of the time, but where ptxas lacks registers for them (C7511), products wait for each other.
 template <typename Traits>
-inline constexpr bool kHopperFewForms =
-    Traits::kUserVariant ||
-    (Traits::Variant::kCapsLogits ? Traits::Tile::kProductsAre8Bit || Traits::Variant::kHasMDUpdate
-                                  : Traits::Variant::kHasLogitsTransform);
+constexpr bool has_few_forms() {
+  using Tile = typename Traits::Tile;
+  constexpr bool kCaps = Traits::Variant::kCapsLogits, kSinks = Traits::Variant::kHasMDUpdate;
+  constexpr int kHeadDim = Tile::kHeadDimVO;
+  // Hooks that see logits are in each form.
+  if (Traits::kUserVariant || (Traits::Variant::kHasLogitsTransform && !kCaps)) return true;
+  if (kCaps && (Tile::kProductsAre8Bit || kSinks)) return true;
+  if (!Tile::kPipelinesItems) return false;
+  if (Traits::kMask == MaskMode::custom) return kSinks || Traits::kWindow;
+  if (kHeadDim == 64 && kCaps) return !Traits::kPaged && !Traits::kWindow;
+  return (kHeadDim == 64 && Traits::kWindow && !kSinks) ||
+         (kHeadDim == 96 && kSinks && !Traits::kWindow);
+}
+template <typename Traits>
+inline constexpr bool kHopperFewForms = has_few_forms<Traits>();
 
 // Whether a warp's finished rows leave as one box of chunks; otherwise each chunk has its own box,
 // and the last one is cut off.
