@@ -183,13 +183,13 @@ def test_a_mask_sees_queries_and_tokens_that_exist(backend: str, custom: bool, d
         torch.ones(n, m).tril(m - n).bool()
         for n, m in zip(batch.qo_lens, batch.kv_lens, strict=True)
     ]
-    packed = torch.cat([m.flatten() for m in masks]).to(device)
+    causal = torch.cat([m.flatten() for m in masks]).to(device)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
         workspace(device), backend=backend, jit_args=jit_args("Third", mask, ["strays"], [])
     )
     wrapper.plan(
         *(indptr(batch.qo_lens), indptr(batch.kv_lens), 8, 2, 128),
-        **({"custom_mask": packed} if custom else {"causal": True}),
+        **({"custom_mask": causal} if custom else {"causal": True}),
         **batch.dtypes(),
     )
     strays = torch.zeros(1, device=device)

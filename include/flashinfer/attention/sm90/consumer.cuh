@@ -32,7 +32,7 @@ class HopperConsumer {
   static constexpr int kHalfTile = Tile::kTokenTiles / (Tile::kHalvesTiles ? 2 : 1);
   // Half tiles are rare without a mask, and ptxas lacks registers for both forms with heads of 64.
   static constexpr bool kHalvesProducts = Traits::kMask != MaskMode::none;
-  static constexpr bool kFewForms = kHopperFewForms<Traits>;
+  static constexpr bool kFewForms = hopper_has_few_forms<Traits>();
   // With 8-bit operands a warp's chain of instructions limits a tile's time, so a step without
   // visible tokens is skipped. Bit masks would need code and registers for each number of steps.
   static constexpr bool kSkipsSteps =
@@ -61,13 +61,7 @@ class HopperConsumer {
     // The last group gives the first group its first turn.
     if (group_idx_ == Tile::kConsumers - 1) pass_turn();
     await_work();
-    while (work(item_).item.request >= 0) {
-      if constexpr (kFewForms) {
-        attend_item();
-      } else {
-        attend_items();
-      }
-    }
+    while (work(item_).item.request >= 0) attend();
     ptx::tma_store_wait_read();  // the copy engine reads shared memory until then
     ptx::grid_launch_dependents();
   }
@@ -151,8 +145,9 @@ class HopperConsumer {
     bool is_last, has_keys;  // whether the item has no other tile, and whether the next keys came
   };
 
-  // Processes one item.
-  __device__ __forceinline__ void attend_item() {
+  // Processes an item, and others while they can be overlapped with the one before. On return
+  // `item_` is the item to start afresh; a negative request marks the end.
+  __device__ __forceinline__ void attend() {
     const WorkItem& item = work(item_).item;
     Rows rows(params_, item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
     WarpState<Tile> state;
@@ -167,6 +162,7 @@ class HopperConsumer {
       Weights p;
       float scale[2];
       first_tile(rows, state, logits, p, scale, place, item);
+      if constexpr (!kFewForms) return overlap_items(rows, state, logits, p, scale, place);
       other_tiles(rows, state, logits, p, scale, place);
       last_values(state, p);
     }
@@ -175,27 +171,10 @@ class HopperConsumer {
     await_work();
   }
 
-  // Processes items until one cannot be overlapped with the item before it. While items overlap,
-  // the first q k^T of an item runs together with the last p v of the item before. On return
-  // `item_` is the item to start afresh; a negative request marks the end.
-  __device__ __forceinline__ void attend_items() {
-    const WorkItem& item = work(item_).item;
-    Rows rows(params_, item, work(item_).kv_head, shared_ + Tile::kOffsetOutput);
-    WarpState<Tile> state;
-    rows.begin(state);
-    Place place;
-    place.tiles_left = num_tiles(item);
-    if (place.tiles_left == 0) {
-      await_query();
-      release_query();
-      finish(item_, state);
-      ++item_;
-      return await_work();
-    }
-    Logits logits;
-    Weights p;
-    float scale[2];
-    first_tile(rows, state, logits, p, scale, place, item);
+  // While items overlap, the first q k^T of an item runs together with the last p v of the item
+  // before.
+  __device__ __forceinline__ void overlap_items(Rows& rows, WarpState<Tile>& state, Logits& logits,
+                                                Weights& p, float (&scale)[2], Place& place) {
     while (true) {
       other_tiles(rows, state, logits, p, scale, place);
       ++item_;

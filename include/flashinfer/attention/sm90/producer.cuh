@@ -420,7 +420,7 @@ class HopperProducer {
                                             int64_t offset) {
     static_assert(kRows <= 32, "a lane per row");
     constexpr int kColumns = kRowBytes / 16, kChunks = kRows * kColumns;  // chunks have 16 bytes
-#pragma unroll(kHopperFewForms<Traits> ? 2 : 4)
+#pragma unroll(hopper_has_few_forms<Traits>() ? 2 : 4)
     for (int i = 0; i < ceil_div(kChunks, 32); ++i) {
       const int index = i * 32 + lane_idx_;
       const int row = index / kColumns, column = index % kColumns;

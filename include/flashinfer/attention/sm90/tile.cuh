@@ -160,7 +160,7 @@ struct HopperTile {
 // that all hide keys, weights that are made again by the same code. Other forms save up to a tenth
 // of the time, but where ptxas lacks registers for them (C7511), products wait for each other.
 template <typename Traits>
-constexpr bool has_few_forms() {
+constexpr bool hopper_has_few_forms() {
   using Tile = typename Traits::Tile;
   constexpr bool kCaps = Traits::Variant::kCapsLogits, kSinks = Traits::Variant::kHasMDUpdate;
   constexpr int kHeadDim = Tile::kHeadDimVO;
@@ -173,8 +173,6 @@ constexpr bool has_few_forms() {
   return (kHeadDim == 64 && Traits::kWindow && !kSinks) ||
          (kHeadDim == 96 && kSinks && !Traits::kWindow);
 }
-template <typename Traits>
-inline constexpr bool kHopperFewForms = has_few_forms<Traits>();
 
 // Whether a warp's finished rows leave as one box of chunks; otherwise each chunk has its own box,
 // and the last one is cut off.

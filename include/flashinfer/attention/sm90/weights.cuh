@@ -64,7 +64,7 @@ class HopperWeights {
       grow<true, kTiles>(state, logits, exponent_of, fits);
       finish_values();
       make<0, kTileSteps>(state, logits, scale, p, sum, fits);
-    } else if constexpr (kHopperFewForms<Traits> && kAhead == 0) {
+    } else if constexpr (hopper_has_few_forms<Traits>() && kAhead == 0) {
       finish_values();
       bool is_again = false;
 #pragma unroll 1
