@@ -87,6 +87,9 @@ SCALED_WIDENER = "flashinfer/mla/sm90/scaled_widener.cuh"
 PLACE_WAIT = "ptx::mbarrier_wait_soon(address(control_.kv_empty[block][part]), parity);"
 E4M3 = "float8_e4m3fn"
 PART_MERGE = "flashinfer/mla/sm90/part_merge.cuh"
+FEW_PART_MERGE = "flashinfer/mla/sm90/few_part_merge.cuh"
+MANY_PART_MERGE = "flashinfer/mla/sm90/many_part_merge.cuh"
+SEEN_BY_ALL = "if ((seen / kSeen & kMask) + 1 == control_.share_count)"
 
 
 def find_wide_fault(
@@ -160,9 +163,14 @@ def test_scaled_groups(emulator: Emulator, in_pairs: bool) -> None:
     one_by_default(
         [
             (PART_MERGE, "*counters = {0, 0};  // for the next launch", ""),
-            (PART_MERGE, "fmaf(value, __uint_as_float(weight), sums[e]);", "sums[e] + value;"),
-            (PART_MERGE, "store(part, load(part) * end.factor);", ""),
-            (PART_MERGE, "ptx::cp_async_wait<0>();", ""),
+            (PART_MERGE, SEEN_BY_ALL, "if (false)"),
+            (FEW_PART_MERGE, "fmaf(value, factor, sums[e]);", "sums[e] + value;"),
+            (FEW_PART_MERGE, "weight * row_end.factor", "weight"),
+            (FEW_PART_MERGE, "ptx::cp_async_wait<0>();", ""),
+            (FEW_PART_MERGE, "write(sums[1], row + kStep * step_, has_second);", ""),
+            (MANY_PART_MERGE, "fmaf(value, __uint_as_float(weight), sums[e]);", "sums[e] + value;"),
+            (MANY_PART_MERGE, "store(part, load(part) * end.factor);", ""),
+            (MANY_PART_MERGE, "ptx::cp_async_wait<0>();", ""),
             (PART_MERGE, "control_.share_count != 0) control_", "false) control_"),
             (WIDE_PRODUCER, "pages, first_box + box);", "pages, first_box);"),
             (WIDE_CONSUMER, "kGroup * Tile::kChunksHalf) % Tile::kChunksCkv", "kGroup * 2)"),

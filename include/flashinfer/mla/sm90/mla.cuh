@@ -64,6 +64,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
+  // The other CTA of the cluster may still arrive at barriers of this one. Where it may still store
+  // rows here, too, it ends before their place is used for merges.
+  const auto end_with_other = [](bool is_time) {
+    if (kSharers == 1 || !is_time) return;
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  };
+  const MlaPartMerge<Tile> merge(params.mla, control, ptx::shared_address(shared));
   if (warp_idx >= kMlaCopyWarp) {
     ptx::decrease_registers<Tile::kProducerRegisters>();
     if constexpr (Tile::kScaled) {
@@ -73,6 +82,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
+    end_with_other(Tile::kWidens);
+    if (warp_idx == Tile::kThreads / 32 - 1) merge.count_seen();
   } else {
     ptx::increase_registers<Tile::kConsumerRegisters>();
     int last_merge;
@@ -81,20 +92,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else {
       last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run();
     }
-    // Merges use the place of rows that the copy engine may still bring to the other CTA.
-    if constexpr (kSharers != 1 && Tile::kWidens) {
-      __syncwarp();
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-    }
-    MlaPartMerge<Tile>(params.mla, control, ptx::shared_address(shared)).end_last_item(last_merge);
+    end_with_other(Tile::kWidens);
+    merge.end_last_item(last_merge);
   }
-  // The other CTA of the cluster may still arrive at barriers of this one.
-  if (kSharers != 1 && (!Tile::kWidens || warp_idx >= kMlaCopyWarp)) {
-    __syncwarp();
-    ptx::cluster_arrive_relaxed();
-    ptx::cluster_wait();
-  }
+  end_with_other(!Tile::kWidens);
 #endif
 }
 

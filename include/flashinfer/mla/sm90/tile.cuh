@@ -109,6 +109,7 @@ struct MlaControl {
   float sums[2][2][64];                // by parity of the item, of either warpgroup
   float row_scale[64];                 // of logits, where queries were widened
   uint32_t share_index, share_count;   // of the rows to merge
+  int waited_for;                      // the merge whose parts the CTA has waited for, or -1
   int complete_merge;                  // that an earlier item completed, or -1
   MlaMerge last_merge;                 // of the part that the CTA's last item is
 };
@@ -123,6 +124,7 @@ enum MlaBarrier {
   kItemEnd,
   kItemWritten,
   kTurn,
+  kPartsSeen,
   kGroupBarrier
 };
 
