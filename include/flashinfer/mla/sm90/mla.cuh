@@ -64,12 +64,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   ptx::grid_launch_dependents();  // a grid finds no room before this CTA has ended
   // In the place of queries, which threads write.
   if (params.mla.plans_itself) plan_own_share(params.mla.planner, shared);
-  // The other CTA of the cluster may still arrive at barriers of this one. Where it may still store
-  // rows here, too, it ends before their place is used for merges.
-  const auto end_with_other = [](bool is_time) {
-    if (kSharers == 1 || !is_time) return;
+  // The other CTA of the cluster may still arrive at barriers of this one. Where it may also still
+  // get rows from here, both wait before merges take their place.
+  const auto end_with_other = [] {
+    if (kSharers == 1) return;
     __syncwarp();
-    ptx::cluster_arrive();
+    if (Tile::kWidens) {
+      ptx::cluster_arrive();
+    } else {
+      ptx::cluster_arrive_relaxed();
+    }
     ptx::cluster_wait();
   };
   const MlaPartMerge<Tile> merge(params.mla, control, ptx::shared_address(shared));
@@ -82,7 +86,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else {
       MlaProducer<Tile, kSharers>(params, shared, control).run();
     }
-    end_with_other(Tile::kWidens);
+    if (Tile::kWidens) end_with_other();
     if (warp_idx == Tile::kThreads / 32 - 1) merge.count_seen();
   } else {
     ptx::increase_registers<Tile::kConsumerRegisters>();
@@ -92,10 +96,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     } else {
       last_merge = MlaConsumer<Tile, 1, kSharers>(params.mla, shared, control).run();
     }
-    end_with_other(Tile::kWidens);
+    if (Tile::kWidens) end_with_other();
     merge.end_last_item(last_merge);
   }
-  end_with_other(!Tile::kWidens);
+  if (!Tile::kWidens) end_with_other();
 #endif
 }
 
