@@ -87,7 +87,7 @@ class MlaFewPartMerge {
     ptx::cp_async_commit();
   }
 
-  // Of the thread's part of its row; -inf if there is none.
+  // The LSE of the thread's part of its row, -inf where it has none.
   __device__ __forceinline__ float load_lse(int end) const {
     const int part = threadIdx.x % kMostParts;
     const int row = first_ + static_cast<int>(threadIdx.x) / kMostParts * step_;

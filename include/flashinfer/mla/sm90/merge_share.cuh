@@ -1,4 +1,4 @@
-// What a CTA merges of a tile (part_merge.cuh).
+// The rows of a tile that a CTA merges (part_merge.cuh).
 #pragma once
 
 #include <flashinfer/scheduler/mla_work.h>
