@@ -1,6 +1,5 @@
-// Merges rows of a tile of few parts, as most cut tiles are (part_merge.cuh). A launch ends with
-// it: the code runs once, and its instructions come from L2 as its data do. So it is short: loops
-// are not unrolled, and nothing is divided.
+// Merges rows of a tile of few parts, as most cut tiles are (part_merge.cuh): short code without
+// divisions, in which a thread makes one weight. A launch ends with it.
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
