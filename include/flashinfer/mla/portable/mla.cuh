@@ -67,7 +67,9 @@ class MlaPortable {
     }
     set_limits(item);
     page_ = page_of(item, 0);
-    load_queries(item);
+    const int num_tiles = ceil_div(item.kv_end - item.kv_begin, Tile::kTokens);
+    // Nobody would wait for these copies before those of the next item go to the same place.
+    if (num_tiles > 0) load_queries(item);
     constexpr int kAhead = Tile::kStages - 1;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -76,7 +78,6 @@ class MlaPortable {
     }
     const int num_rows = item.qo_len * static_cast<int>(params_.num_heads.divisor);
     const bool has_rows = item.row_begin + first_row_ < num_rows;
-    const int num_tiles = ceil_div(item.kv_end - item.kv_begin, Tile::kTokens);
     for (int i = 0; i < num_tiles; ++i) {
       profile_.begin(MlaEvent::kLoad);
       if constexpr (kAhead == 0) {
