@@ -71,11 +71,10 @@ class MlaMerger {
     const float reference = largest == -math::inf ? 0.f : largest;
 #pragma unroll 8
     for (int part = first; part < merge.num_parts; part += step) {
-      const int64_t slot_row =
-          (int64_t{merge.slot_begin} + int64_t{part} * merge.slot_stride) * kRows + row;
+      const int slot_row = (merge.slot_begin + part * merge.slot_stride) * kRows + row;
       const float weight = math::ptx_exp2(params_.partial_lse[slot_row] - reference);
       const uint2 bits = reinterpret_cast<const uint2*>(static_cast<const O*>(params_.partial_o) +
-                                                        slot_row * kDimCkv)[thread_];
+                                                        int64_t{slot_row} * kDimCkv)[thread_];
       sum += weight;
       output.x = fmaf(low_half(bits.x), weight, output.x);
       output.y = fmaf(high_half(bits.x), weight, output.y);
