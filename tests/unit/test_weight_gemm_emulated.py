@@ -71,7 +71,11 @@ def test_random_streams(program: str, emulator: Emulator, full: bool) -> None:
             (CONSUMER, "        if (stages_.begins_box(i)) ring.advance_box();\n", ""),
             (CONSUMER, "ptx::named_barrier_sync(1 + slice_, kPair);\n    constexpr", "constexpr"),
             (PRODUCER, "        ptx::mbarrier_wait(empty(ring.stage), ring.phase ^ 1);\n", ""),
-            (PRODUCER, "begins_box ? Tile::kScaleBytes : 0", "Tile::kScaleBytes"),
+            (
+                PRODUCER,
+                "Tile::kStageBytes + (begins_box ? Tile::kScaleBytes : 0)",
+                "Tile::kStageBytes + Tile::kScaleBytes",
+            ),
         ]
     ),
 )
