@@ -309,10 +309,9 @@ bool check(Random& random) {
         for (int i = 0; i < kCkv; ++i) {
           const double factor = sum == 0. ? 0. : params.o_scale / sum;
           const double got = to_float(out[size_t(row) * kCkv + i]);
-          // Weights in float16 vanish where they are 2^-25 of the largest one, or less. So do parts
-          // and outputs.
-          constexpr bool kHalfWeights = sizeof(Ckv) == 1 || std::is_same_v<Ckv, dtype::float16>;
-          double vanished = kHalfWeights ? values[i] * 0x1p-25 * params.o_scale : 1e-30;
+          // Weights in float16 vanish where they are 2^-25 of the largest one, or less. Parts and
+          // outputs in it are rounded by 2^-25 each at least.
+          double vanished = sizeof(Ckv) == 1 ? values[i] * 0x1p-25 * params.o_scale : 1e-30;
           if (std::is_same_v<O, dtype::float16>) vanished += 2 * 0x1p-25;
           // Weights, parts and outputs are rounded, by 2^-8 each at most.
           const double most = 3 * 0x1p-8 * (magnitude[i] * factor) + vanished;

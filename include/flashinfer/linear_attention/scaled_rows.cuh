@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/philox.cuh>
 #include <flashinfer/linear_attention/state_rows.cuh>
 
@@ -110,7 +111,7 @@ __device__ __forceinline__ void store_row_scaled(StateT* row, float* scale,
   float largest = 0.f;
 #pragma unroll
   for (int i = 0; i < Layout::kElements; ++i) largest = fmaxf(largest, fabsf(values[i]));
-  largest = row_max<Layout::kLanes>(largest);
+  largest = warp_reduce_max(largest, Layout::kLanes);
   const float inverse = largest > 0.f ? kScaledMax<StateT> / largest : 0.f;
   float scaled[Layout::kElements];
 #pragma unroll

@@ -152,13 +152,4 @@ __device__ __forceinline__ float row_sums(const float (&x)[kRows], int lane) {
   }
 }
 
-template <int kLanes>
-__device__ __forceinline__ float row_max(float x) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  }
-  return x;
-}
-
 }  // namespace flashinfer

@@ -1,4 +1,5 @@
-// Query rows of an item of the plan: how many there are, what they see, how they are walked.
+// Query rows of an item or a merge of the plan: how many there are, where their parts are, what
+// they see, how they are walked.
 #pragma once
 
 #include <flashinfer/common/math.cuh>
@@ -17,6 +18,11 @@ __device__ __forceinline__ int mla_rows_from(const MlaParams& params, const Work
 template <typename Work>
 __device__ __forceinline__ int mla_tile_rows(const MlaParams& params, const Work& work) {
   return min(mla_rows_from(params, work), static_cast<int>(kMlaTileRows));
+}
+
+// The row of the workspace that row `row` of a merge's part `part` is in.
+__device__ __forceinline__ int mla_slot_row(const MlaMerge& merge, int part, int row) {
+  return (merge.slot_begin + part * merge.slot_stride) * static_cast<int>(kMlaTileRows) + row;
 }
 
 // How many tokens row `row` of the item's tile sees.

@@ -6,8 +6,10 @@
 // bit for bit.
 #pragma once
 
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/launch.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/row_end.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 
@@ -71,7 +73,7 @@ class MlaMerger {
     const float reference = largest == -math::inf ? 0.f : largest;
 #pragma unroll 8
     for (int part = first; part < merge.num_parts; part += step) {
-      const int slot_row = (merge.slot_begin + part * merge.slot_stride) * kRows + row;
+      const int slot_row = mla_slot_row(merge, part, row);
       const float weight = math::ptx_exp2(params_.partial_lse[slot_row] - reference);
       const uint2 bits = reinterpret_cast<const uint2*>(static_cast<const O*>(params_.partial_o) +
                                                         int64_t{slot_row} * kDimCkv)[thread_];
@@ -88,14 +90,9 @@ class MlaMerger {
   __device__ __forceinline__ float find_largest(const MlaMerge& merge, int row) const {
     float largest = -math::inf;
     for (int part = threadIdx.x % 32; part < merge.num_parts; part += 32) {
-      const int64_t slot = int64_t{merge.slot_begin} + int64_t{part} * merge.slot_stride;
-      largest = fmaxf(largest, params_.partial_lse[slot * kRows + row]);
+      largest = fmaxf(largest, params_.partial_lse[mla_slot_row(merge, part, row)]);
     }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-    }
-    return largest;
+    return warp_reduce_max(largest);
   }
 
   __device__ __forceinline__ void merge_alone(const MlaMerge& merge, int row) const {

@@ -2,8 +2,10 @@
 // divisions, in which a thread makes one weight. A launch ends with it.
 #pragma once
 
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/row_end.cuh>
 #include <flashinfer/mla/sm90/merge_share.cuh>
@@ -56,9 +58,6 @@ class MlaFewPartMerge {
   static constexpr int kWeightBytes = kMostParts * 4;      // of a row
   static_assert(kMostRows / 2 * kMostParts * kRowBytes <= Tile::kOffsetWeights);
 
-  __device__ __forceinline__ int slot_row(int part, int row) const {
-    return (merge_.slot_begin + part * merge_.slot_stride) * Tile::kRows + row;
-  }
   __device__ __forceinline__ uint32_t row_address(int i) const {
     return shared_ + i * merge_.num_parts * kRowBytes;
   }
@@ -76,7 +75,7 @@ class MlaFewPartMerge {
       uint32_t target = row_address(i) + column;
 #pragma unroll 1
       for (int part = 0; part < merge_.num_parts; ++part, target += kRowBytes) {
-        const char* const source = outputs + int64_t{slot_row(part, row)} * kRowBytes;
+        const char* const source = outputs + int64_t{mla_slot_row(merge_, part, row)} * kRowBytes;
 #pragma unroll
         for (int bytes = 0; bytes < kRowBytes; bytes += 512) {
           ptx::cp_async_16(target + bytes, source + bytes, true);
@@ -91,24 +90,16 @@ class MlaFewPartMerge {
     const int part = threadIdx.x % kMostParts;
     const int row = first_ + static_cast<int>(threadIdx.x) / kMostParts * step_;
     if (row >= end || part >= merge_.num_parts) return -math::inf;
-    return __ldcg(params_.partial_lse + slot_row(part, row));
+    return __ldcg(params_.partial_lse + mla_slot_row(merge_, part, row));
   }
 
   // Makes weights of the parts' LSEs.
   __device__ __forceinline__ void weigh(int end, float lse) const {
     const int i = threadIdx.x / kMostParts, part = threadIdx.x % kMostParts;
     const int row = first_ + i * step_;
-    float largest = lse;
-#pragma unroll
-    for (int lanes = 1; lanes < kMostParts; lanes *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-    }
+    const float largest = warp_reduce_max(lse, kMostParts);
     const float weight = math::ptx_exp2(lse - (largest == -math::inf ? 0.f : largest));
-    float sum = weight;
-#pragma unroll
-    for (int lanes = 1; lanes < kMostParts; lanes *= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    }
+    const float sum = warp_reduce_sum(weight, kMostParts);
     if (row >= end || part >= merge_.num_parts) return;
     const MlaRowEnd row_end(params_, merge_.qo_begin, merge_.row_begin + row, largest, sum);
     if (part == 0) row_end.write_lse(params_);

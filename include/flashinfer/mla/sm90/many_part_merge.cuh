@@ -1,8 +1,10 @@
 // Merges rows of a tile of many parts (part_merge.cuh): a row or some rows at a time.
 #pragma once
 
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/math.cuh>
+#include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/row_end.cuh>
 #include <flashinfer/mla/sm90/merge_share.cuh>
@@ -77,8 +79,7 @@ class MlaManyPartMerge {
     const int num_places = rows.count * merge.num_parts, place = lane_idx_ * kWarps + warp_idx_;
     const int row = static_cast<unsigned>(place) / static_cast<unsigned>(merge.num_parts);
     const int part = place - row * merge.num_parts;
-    const int slot_row =
-        (merge.slot_begin + part * merge.slot_stride) * Tile::kRows + rows.first + row * rows.step;
+    const int slot_row = mla_slot_row(merge, part, rows.first + row * rows.step);
     float lse = 0.f;
     if (place < num_places) lse = __ldcg(params_.partial_lse + slot_row);
     const char* const outputs = static_cast<const char*>(params_.partial_o) + lane_idx_ * 16;
@@ -113,7 +114,7 @@ class MlaManyPartMerge {
       for (int part = lane_idx_; part < merge.num_parts; part += 32) {
         largest = fmaxf(largest, load(part));
       }
-      largest = over_lanes(largest, [](float a, float b) { return fmaxf(a, b); });
+      largest = warp_reduce_max(largest);
       const float reference = largest == -math::inf ? 0.f : largest;
       float sum = 0.f;
 #pragma unroll 1
@@ -122,7 +123,7 @@ class MlaManyPartMerge {
         store(part, weight);
         sum += weight;
       }
-      sum = over_lanes(sum, [](float a, float b) { return a + b; });
+      sum = warp_reduce_sum(sum);
       const int row = rows.first + i * rows.step;
       const MlaRowEnd end(params_, merge.qo_begin, merge.row_begin + row, largest, sum);
       if (lane_idx_ == 0) end.write_lse(params_);
@@ -131,15 +132,6 @@ class MlaManyPartMerge {
         store(part, load(part) * end.factor);
       }
     }
-  }
-
-  template <typename Combine>
-  __device__ __forceinline__ static float over_lanes(float value, const Combine& combine) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-      value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    }
-    return value;
   }
 
   // Each thread has `kPairs` pairs of columns: one shares a row of many parts among all threads,
