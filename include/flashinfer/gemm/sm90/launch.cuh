@@ -44,8 +44,7 @@ inline bool encode_matrix(ptx::EncodedTensorMap& map, const GemmMatrix& matrix, 
                           CUtensorMapSwizzle swizzle) {
   const ptx::TensorMapDim dims[2] = {{rows, matrix.stride_row, box_rows},
                                      {batches, matrix.stride_batch, 1}};
-  return ptx::encode_tensor_map<T>(map, matrix.data, columns, box_columns, dims, swizzle,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+  return ptx::encode_tensor_map<T>(map, matrix.data, columns, box_columns, dims, swizzle);
 }
 
 // Operands: boxes of 128 bytes of k of all the rows that one CTA loads at once.
