@@ -178,6 +178,10 @@ def _tiles(problem: GemmProblem) -> Iterator[GemmConfig]:
         for tile_rows in sorted({_rows_of_tile(rows), _rows_of_tile(most)}):
             if tile_rows > 32 and blocks and problem.dtype_out not in FLOAT8:
                 yield from _few(base, rows, problem.columns)
+            elif tile_rows == 64 and gated and problem.scale == "block" and base.groups == "batch":
+                # Tokens are the tensor cores' rows, as in `_few`.
+                few = replace(base, tile_rows=64, tile_columns=256)
+                yield from (few, replace(few, cluster_columns=2))
             else:
                 yield from _narrow(base, tile_rows, gated)
         if problem.group_rows <= _MAX_TOKENS // 2 or (blocks and problem.dtype_out not in FLOAT8):

@@ -157,7 +157,9 @@ def _fp8_configs() -> Iterator[GemmConfig]:
     yield from (replace(wide, max_stages=3), replace(base, tile_rows=256, max_stages=3))
 
     gated = replace(wide, dtype_out=code, activation="swiglu_gate_last")
-    yield from _swapped(gated, (8, 16, 32, 64), ((256, 2),))
+    yield from _swapped(gated, (8, 16, 32), ((256, 2),))
+    few = replace(gated, tile_rows=64)
+    yield from (few, replace(few, cluster_columns=2))
     yield from (replace(gated, swap=True), replace(gated, swap=True, cluster_columns=2))
     yield from (gated, replace(gated, cluster_rows=2))
 

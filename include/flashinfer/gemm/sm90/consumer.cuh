@@ -42,8 +42,9 @@ class GemmConsumer {
                                           place_.loader(thread_.lane_idx % Tile::kReaders));
     }
     const uint32_t left = shared + (Tile::kSwap ? Tile::kBytesA : 0);
-    left_ = ptx::wgmma_operand(left + thread_.warpgroup_idx * kReps * 64 * 128);
-    right_ = ptx::wgmma_operand(shared + (Tile::kSwap ? 0 : Tile::kBytesA));
+    const uint32_t right = shared + (Tile::kSwap ? 0 : Tile::kBytesA);
+    left_ = ptx::wgmma_operand(left + thread_.left_group<Tile>() * kReps * 64 * 128);
+    right_ = ptx::wgmma_operand(right + thread_.right_group<Tile>() * Tile::kRightRows * 128);
   }
 
   __device__ __forceinline__ void run() {

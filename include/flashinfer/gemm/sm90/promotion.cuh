@@ -5,9 +5,18 @@
 
 namespace flashinfer {
 
-// Where a thread's elements of D lie, among the left rows of all warpgroups.
+// Where a thread's elements of D lie, among the rows of all warpgroups.
 struct GemmThread {
   int warpgroup_idx, warp_idx, lane_idx;
+
+  template <typename Tile>
+  __device__ __forceinline__ int left_group() const {
+    return Tile::kDividesRight ? 0 : warpgroup_idx;
+  }
+  template <typename Tile>
+  __device__ __forceinline__ int right_group() const {
+    return Tile::kDividesRight ? warpgroup_idx : 0;
+  }
 };
 
 // Scales that a thread multiplies products with: of its two left rows, times that of the right rows
@@ -33,7 +42,8 @@ struct GemmScales {
     if constexpr (!Tile::kBlockScales) return;
     constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
     static_assert(kReadsRight || kSpans > 1 || 128 % kPartRows == 0, "a part has one scale");
-    const int first = (thread.warpgroup_idx * Tile::kReps + rep) * 64;
+    const int first = (thread.left_group<Tile>() * Tile::kReps + rep) * 64;
+    const int first_right = thread.right_group<Tile>() * Tile::kRightRows + part * kPartRows;
     const int left = first + thread.warp_idx * 16 + thread.lane_idx / 4;
     if constexpr (!Tile::kSwap) {
       low[0] = read(rows + left * row_step);
@@ -45,11 +55,11 @@ struct GemmScales {
       high[0] = read(columns_at + left * 4 + 32);
     }
     if constexpr (kByColumn) {
-      const int column = Tile::kSwap ? first : part * kPartRows;
+      const int column = Tile::kSwap ? first : first_right;
 #pragma unroll
       for (int i = 0; i < kSpans; ++i) columns[i] = read(columns_at + (index_of(column) + i) * 4);
     }
-    const int row = part * kPartRows + thread.lane_idx % 4 * 2;
+    const int row = first_right + thread.lane_idx % 4 * 2;
     right_step = Tile::kSwap ? row_step : 4;
     right = (Tile::kSwap ? rows : columns_at) + row * right_step;
   }

@@ -35,6 +35,8 @@ class GemmQuantizer {
       multiply(sums, factor);
     } else if constexpr (Tile::kSwap) {
       quantize_right_rows(work, sums[0]);
+    } else if constexpr (Tile::kDividesRight) {
+      quantize_halves(work, sums[0]);
     } else {
 #pragma unroll
       for (int rep = 0; rep < kOutReps; ++rep) quantize_left_rows(work, rep, sums[rep]);
@@ -90,6 +92,43 @@ class GemmQuantizer {
           store_scale(work, work.row + left + 8 * half, block, largest / kMax);
         }
       }
+    }
+  }
+
+  // The same where each warpgroup has half of a block's columns.
+  __device__ __forceinline__ void quantize_halves(const GemmWork& work,
+                                                  float (&sums)[kTiles][4]) const {
+    constexpr int kThreads = Tile::kConsumerThreads;
+    const uint32_t half = warp_idx_ / 4, left = warp_idx_ % 4 * 16 + lane_idx_ / 4;
+    float largest[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = kLeast;
+#pragma unroll
+      for (int j = 0; j < kOutTiles; ++j) {
+        largest[i] = fmaxf(largest[i], fabsf(sums[j][2 * i]));
+        largest[i] = fmaxf(largest[i], fabsf(sums[j][2 * i + 1]));
+      }
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 2));
+    }
+    ptx::named_barrier_sync(kBarrier, kThreads);  // all have read the last tile's maxima
+    if (lane_idx_ % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) store_float(maximum(half, left + i * 8), largest[i]);
+    }
+    ptx::named_barrier_sync(kBarrier, kThreads);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float all = fmaxf(largest[i], load_float(maximum(1 - half, left + i * 8)));
+      const float factor = kMax / all;
+#pragma unroll
+      for (int j = 0; j < kOutTiles; ++j) {
+        sums[j][2 * i] *= factor;
+        sums[j][2 * i + 1] *= factor;
+      }
+      if (half == 0 && lane_idx_ % 4 == 0)
+        store_scale(work, work.row + left + i * 8, 0, all / kMax);
     }
   }
 

@@ -33,10 +33,14 @@ struct GemmTile : Config {
   static_assert(sizeof(B) == kElement, "both operands are of 16 bits or of 8");
   static constexpr int kTileK = 128 / kElement;
   static constexpr int kLeftRows = kSwap ? kTileColumns : kTileRows;
-  static constexpr int kRightRows = kSwap ? kTileRows : kTileColumns;
-  static constexpr int kReps = kLeftRows / (64 * kConsumers);  // of 64 rows, per warpgroup
+  // Two warpgroups have 64 left rows in common, and half of the right rows each.
+  static constexpr bool kDividesRight = kConsumers == 2 && kLeftRows == 64;
+  static constexpr int kRightGroups = kDividesRight ? 2 : 1;
+  static constexpr int kLeftGroups = kConsumers / kRightGroups;
+  static constexpr int kRightRows = (kSwap ? kTileRows : kTileColumns) / kRightGroups;
+  static constexpr int kReps = kLeftRows / (64 * kLeftGroups);  // of 64 rows, per warpgroup
   static constexpr int kTiles = kRightRows / 8;
-  static_assert(kReps * 64 * kConsumers == kLeftRows && kTiles * 8 == kRightRows);
+  static_assert(kReps * 64 * kLeftGroups == kLeftRows && kTiles * 8 == kRightRows);
 
   // A tile of 192 columns in one product. The last columns of a matrix may have one of one or two
   // thirds, which takes as much less time.
@@ -84,7 +88,7 @@ struct GemmTile : Config {
   static constexpr int kBoxRowsB = kThirds   ? 64
                                    : !kGated ? kTileColumns
                                    : kSwap   ? 64
-                                             : kTileColumns / 2;
+                                             : kRightRows / 2;
   static constexpr int kBoxesB = kTileColumns / kBoxRowsB;
   static_assert(!kGated || !kSwap || kReps == 2, "a warpgroup has 64 gate rows and their up rows");
   static constexpr int kOutColumns = kGated ? kTileColumns / 2 : kTileColumns;
@@ -121,9 +125,9 @@ struct GemmTile : Config {
   // Boxes of D that each warpgroup stores.
   static constexpr int kStoreBoxes = kReps * kOutRights / kStoreRights;
 
-  // The largest value of each warp's columns, for each row.
+  // The largest value of each warp's columns, for each row: of a block that several warps have.
   static constexpr int kMaximaBytes =
-      kQuantizesBlocks && kSwap ? kConsumers * 4 * kTileRows * 4 : 0;
+      kQuantizesBlocks && (kSwap || kDividesRight) ? kConsumers * 4 * kTileRows * 4 : 0;
 
   // A block of k has one scale for each row, and this many for the columns.
   static constexpr int kColumnScales =
