@@ -1,4 +1,5 @@
-//   group_quant(names, out, scale, input, global_scale, eps, is_global_scale_inversed, enable_pdl)
+//   group_quant(names, out, scale, input, global_scale, eps, is_global_scale_inversed, enable_pdl,
+//               launches_early)
 //
 // `names` says what the public function calls its tensors: an index of kNames, for messages.
 // `out` may be wider than `input`: what lies beyond counts as zeros. `scale` has one element for
@@ -81,6 +82,7 @@ struct Call {
   double eps;
   bool invert;
   ffi::Args::Flag enable_pdl;
+  bool launches_early;
 
   int64_t num_cols() const { return kSiluAndMul ? input.dim(-1) / 2 : input.dim(-1); }
   int64_t num_rows() const { return leading_size(input); }
@@ -100,6 +102,7 @@ Call take(ffi::Args& args) {
   call.eps = args.number_in("eps", 1e-30, 1e30);
   call.invert = args.flag("is_global_scale_inversed");
   call.enable_pdl = args.optional_flag("enable_pdl");
+  call.launches_early = args.flag("launches_early");
   args.all_taken();
   return call;
 }
@@ -157,6 +160,7 @@ GroupQuantParams params_of(const Call& call) {
   params.scale_cols = round_up(num_groups, Layout::kTileCols);
   params.scale_stride = kColumnMajor ? call.scale.dim(1) : 0;
   params.eps = static_cast<float>(call.eps);
+  params.launches_early = call.launches_early;
   params.invert_global_scale = call.invert;
   params.vectorizable = params.input_stride % kVecSize == 0 && ffi::is_aligned(call.input, 16) &&
                         ffi::is_aligned(call.out, 16);

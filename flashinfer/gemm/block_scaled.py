@@ -123,8 +123,8 @@ def fp8_blockscale_gemm_sm90(
     out_dtype : torch.dtype, optional
         bfloat16, also if None.
     weight_ready : bool
-        Whether the kernel that precedes this call on the stream leaves `weight` as it is, as with
-        weights of a model: they are then loaded while it runs. Changes no result.
+        Whether what wrote `weight` had ended when the kernel before this call began, as with
+        weights of a model: they are then loaded while that one runs. Changes no result.
 
     Returns
     -------
@@ -156,13 +156,15 @@ def fp8_blockscale_gemm_sm90(
         )
     if out.numel() == 0:
         return out
-    # The quantisation of `input` lets the product begin when everything before it has finished.
-    starts_early = weight_ready or input.dtype == torch.bfloat16
+    # The quantisation of `input` lets the product begin at once, or when everything before it has
+    # finished.
+    rounds_weight = weight.dtype == torch.bfloat16
+    starts_early = not rounds_weight and (weight_ready or input.dtype == torch.bfloat16)
     if input.dtype == torch.bfloat16:
-        input, input_scale = quantize_rows(input, column_major=True)
-    if weight.dtype == torch.bfloat16:
+        launches_early = weight_ready and not rounds_weight
+        input, input_scale = quantize_rows(input, column_major=True, launches_early=launches_early)
+    if rounds_weight:
         weight, weight_scale = quantize_rows(weight, column_major=True)
-        starts_early = False
     assert input_scale is not None and weight_scale is not None
     by_row = weight_scale.shape[0] == weight.shape[0]
     problem = GemmProblem(

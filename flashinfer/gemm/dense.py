@@ -220,8 +220,8 @@ def mm_bf16(
         choose between both, by the tuner's result if there is one. The remaining names of
         FlashInfer's backends are refused.
     weight_ready : bool
-        The kernel that precedes this one writes neither `b` nor `bias`, so that they may be loaded
-        before it ends where `pdl` lets this kernel start. Changes no result.
+        What wrote `b` and `bias` had ended when the kernel before this one began, so that they may
+        be loaded before that one ends where `pdl` lets this kernel start. Changes no result.
 
     Returns
     -------

@@ -38,8 +38,8 @@ def mm_silu_and_mul_bf16(
     enable_pdl : bool, optional
         Programmatic dependent launch; None: yes. Changes no result.
     weight_ready : bool
-        The kernel that precedes this one does not write `b`, so that it may be loaded before that
-        one ends. Changes no result.
+        What wrote `b` had ended when the kernel before this one began, so that it may be loaded
+        before that one ends. Changes no result.
 
     Returns
     -------
@@ -112,8 +112,8 @@ def mm_add_rmsnorm_bf16(
     enable_pdl : bool, optional
         Programmatic dependent launch; None: yes. Changes no result.
     weight_ready : bool
-        The kernel that precedes this one writes neither `b` nor `norm_weight`, so that they may be
-        loaded before it ends. Changes no result.
+        What wrote `b` and `norm_weight` had ended when the kernel before this one began, so that
+        they may be loaded before that one ends. Changes no result.
 
     Returns
     -------

@@ -71,8 +71,8 @@ def add_rmsnorm_mm_bf16(
     enable_pdl : bool, optional
         Programmatic dependent launch; None: yes. Changes no result.
     weight_ready : bool
-        The kernel that precedes this one writes neither `norm_weight` nor `b`, so that they may
-        be loaded before it ends. Changes no result.
+        What wrote `norm_weight` and `b` had ended when the kernel before this one began, so that
+        they may be loaded before that one ends. Changes no result.
 
     Returns
     -------

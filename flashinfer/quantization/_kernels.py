@@ -61,6 +61,7 @@ def quantize_rows(
     name: str = "x",
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
+    launches_early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 codes of a matrix and their scales, ``[rows, columns / 128]``, float32.
 
@@ -76,6 +77,9 @@ def quantize_rows(
         Codes and scales that are written, of the shapes above; the scales of a row are neighbours.
     enable_pdl : bool, optional
         Programmatic dependent launch; None takes it where the device has it.
+    launches_early : bool
+        Whether the next kernel may begin before this one has waited for those before: it then waits
+        for this one before it reads what any of them writes.
 
     Raises
     ------
@@ -85,11 +89,11 @@ def quantize_rows(
     layout = "column_major" if column_major else "linear"
     kernel = group_quant_kernel(x, "e4m3", "float32", layout, SCALE_BLOCK, False, name=name)
     if out is not None:
-        kernel(*out, x, None, _LEAST_MAGNITUDE, False, enable_pdl)
+        kernel(*out, x, None, _LEAST_MAGNITUDE, False, enable_pdl, launches_early)
         return out
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     rows, blocks = x.shape[0], x.shape[1] // SCALE_BLOCK
     shape = (blocks, rows) if column_major else (rows, blocks)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, enable_pdl)
+    kernel(codes, scale, x, None, _LEAST_MAGNITUDE, False, enable_pdl, launches_early)
     return codes, scale.t() if column_major else scale

@@ -65,7 +65,7 @@ def _quantize(
     codes = torch.empty(*input.shape[:-1], width // 2, dtype=torch.uint8, device=input.device)
     shape = padded_shape(layout, rows, width // block)
     scales = torch.empty(shape, dtype=torch.uint8, device=input.device)
-    arguments = (codes, scales, input, global_scale, 1.0, invert, enable_pdl)
+    arguments = (codes, scales, input, global_scale, 1.0, invert, enable_pdl, False)
     try:
         kernel(*arguments)
     except ValueError:

@@ -165,7 +165,7 @@ def _group_quant_8bit(
     groups = width // group_size
     if not column_major_scales:
         scale = torch.empty(*x.shape[:-1], groups, dtype=torch.float32, device=x.device)
-        kernel(x_q, scale, x, None, eps, False, None)
+        kernel(x_q, scale, x, None, eps, False, None, False)
         return x_q, scale
     if x.ndim != 2:
         raise ValueError(
@@ -174,7 +174,7 @@ def _group_quant_8bit(
     rows = x.shape[0]
     stride = -(-rows // 4) * 4 if scale_tma_aligned else rows
     scale = torch.empty(groups, stride, dtype=torch.float32, device=x.device)
-    kernel(x_q, scale, x, None, eps, False, None)
+    kernel(x_q, scale, x, None, eps, False, None, False)
     return x_q, scale[:, :rows].t()
 
 
@@ -252,7 +252,7 @@ def mxfp8_quantize(
     rows = input.shape[:-1].numel()
     padded_rows, padded_blocks = padded_shape(layout, rows, width // _MX_BLOCK)
     sf = torch.empty(padded_rows * padded_blocks, dtype=torch.uint8, device=input.device)
-    kernel(x_q, sf, input, None, 1.0, False, enable_pdl)
+    kernel(x_q, sf, input, None, 1.0, False, enable_pdl, False)
     return x_q, sf
 
 

@@ -87,7 +87,7 @@ def nvfp4_kv_quantize(
     rows, columns = input.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=input.device)
     scales = torch.empty(rows, columns // 16, dtype=torch.uint8, device=input.device)
-    kernel(codes, scales, input, global_scale, 1.0, True, None)
+    kernel(codes, scales, input, global_scale, 1.0, True, None, False)
     return codes, scales
 
 

@@ -86,6 +86,44 @@ def test_codes_after_what_rounds(shape: tuple[int, int, int], device: torch.devi
         assert _near(out, left @ right, left.abs() @ right.abs())
 
 
+@pytest.mark.parametrize("weights", ["ready", "older", "new"])
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_rows_that_the_call_rounds(
+    shape: tuple[int, int, int], weights: str, device: torch.device
+) -> None:
+    """Rows of the same replay; and weights, where it writes them and they are not called ready."""
+    m, n, k = shape
+    n -= n % 16
+    given = torch.randn(m, k, device=device).to(BF16)
+    made = torch.randn(n, k, device=device).to(BF16)
+    x = torch.empty_like(given)
+    codes, scale = quantization.per_token_group_quant_8bit(made, 128)
+    out = torch.empty(m, n, dtype=BF16, device=device)
+    seen = [codes, scale]
+
+    def run() -> None:
+        if weights == "new":
+            seen[:] = quantization.per_token_group_quant_8bit(made, 128)
+        else:
+            x.copy_(given)
+        left = given if weights == "new" else x
+        ready = weights == "ready"
+        gemm.fp8_blockscale_gemm_sm90(
+            left, seen[0], weight_scale=seen[1], out=out, weight_ready=ready
+        )
+
+    again = _repeated(run, device)
+    for _ in range(3):
+        given.normal_()
+        made.normal_()
+        out.fill_(float("nan"))
+        again()
+        rounded, scales = quantization.per_token_group_quant_8bit(given, 128)
+        left = rounded.double() * scales.double().repeat_interleave(128, 1)
+        right = (seen[0].double() * seen[1].double().repeat_interleave(128, 1)).t()
+        assert _near(out, left @ right, left.abs() @ right.abs())
+
+
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_the_switch_is_a_bool(value: object, device: torch.device) -> None:
     x = torch.zeros(4, 128, dtype=BF16, device=device)

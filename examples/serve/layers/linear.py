@@ -293,7 +293,8 @@ class Fp8Blocks:
         if isinstance(x, Codes):
             out = product(x.numbers, self.weight, x.scales, self.scale, **_ready(product))
         else:
-            out = product(x.contiguous(), self.weight, weight_scale=self.scale)
+            rows = x.contiguous()
+            out = product(rows, self.weight, weight_scale=self.scale, **_ready(product))
         return out if self.bias is None else out + self.bias
 
 

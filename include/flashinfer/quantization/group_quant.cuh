@@ -102,6 +102,14 @@ struct GroupPlace {
   }
 };
 
+// A grid whose next one waits for it before it reads what any grid writes lets that one take its
+// place on the SMs at once.
+__device__ __forceinline__ void begin_group_quant(const GroupQuantParams& params) {
+  if (params.launches_early) ptx::grid_launch_dependents();
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+}
+
 }  // namespace detail
 
 template <typename Traits>
@@ -116,8 +124,7 @@ __global__ void __launch_bounds__(256)
   const uint32_t index = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   const detail::GroupPlace place(params, index);
 
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  detail::begin_group_quant(params);
   Vector<T, kChunkSize> x[kChunksPerLane];
   const float global = detail::global_scale_of<Traits>(params);
   const uint32_t first_chunk = place.group * Traits::kChunks + lane;  // of the row
@@ -172,8 +179,7 @@ __global__ void __launch_bounds__(128, kGroupPairCtas)
   const uint32_t first_col = place.group * kSize;
   const bool has_codes = place.has_row && first_col < params.out_cols;
 
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  detail::begin_group_quant(params);
   Vector<T, kSize> x[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -232,8 +238,7 @@ __global__ void __launch_bounds__(256)
     return x;
   };
 
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
+  detail::begin_group_quant(params);
   MagnitudeMax<T> magnitude;
   for (uint32_t i = lane; i < Traits::kGroupSize; i += 32) magnitude.include(load(i));
   const float amax = magnitude.template reduce<32>();

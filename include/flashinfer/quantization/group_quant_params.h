@@ -23,6 +23,7 @@ struct GroupQuantParams {
   float eps;                 // smallest magnitude for which a float scale is computed
   bool invert_global_scale;  // uses the reciprocal of *global_scale
   bool vectorizable;         // every row of input and out starts at a whole vector
+  bool launches_early;       // the next grid waits before it reads what any earlier grid writes
 
   // The launcher sets these for each of its grids.
   uint32_t first_row;
