@@ -38,7 +38,7 @@ def use(name: str) -> None:
         If there is no such module, or another package of that name has been imported before.
     """
     global _package
-    if Path(name).is_dir():
+    if (Path(name) / "flashinfer").is_dir():
         folder, name = str(Path(name).resolve()), "flashinfer"
         if name in sys.modules and not _lies_in(sys.modules[name], folder):
             found = Path(sys.modules[name].__file__ or "").parent

@@ -89,7 +89,16 @@ def test_the_folder_of_another_flashinfer(tmp_path: Path):
     assert out.stdout.split() == ["FlashInfer", "0.7.2", str(tmp_path / "flashinfer/__init__.py")]
 
 
+def test_a_folder_of_that_name_where_the_engine_starts(
+    tmp_path: Path, package: None, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "flashinfer").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert kernels.package() is flashinfer
+
+
 def test_mistakes(tmp_path: Path, package: None):
+    (tmp_path / "flashinfer").mkdir()
     for name, message in (("nowhere", "No module named"), (str(tmp_path), "must come before")):
         result = CliRunner().invoke(main, ["generate", "--kernels", name, "x"])
         assert result.exit_code == 2 and message in result.stderr
