@@ -53,19 +53,19 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
     Parameters
     ----------
     logits : torch.Tensor
-        ``[rows, vocab]`` float32; left as they are.
+        ``[rows, vocab]``, of 16 or 32 bits; left as they are.
     adjustments : sequence of Adjustment or None
         One for each row.
 
     Returns
     -------
     torch.Tensor
-        ``[rows, vocab]`` float32: penalties first, then biases, then the grammars' masks. Nothing
-        waits for the device.
+        ``[rows, vocab]``, float32 if anything is changed: penalties first, then biases, then the
+        grammars' masks. Nothing waits for the device.
     """
     if not any(adjustments):
         return logits
-    logits = logits.clone()
+    logits = logits.to(torch.float32, copy=True)
 
     def chosen(
         wanted: Callable[[Adjustment], object],

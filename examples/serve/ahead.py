@@ -32,6 +32,7 @@ from .sampling import SamplingParams, steps
 PROMPTS = (2, 4, 8, 16, 32, 64, 128, 1000)
 SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=2),
+    SamplingParams(temperature=0.0, repetition_penalty=1.1, max_tokens=2),
     SamplingParams(max_tokens=2),
     SamplingParams(top_k=20, top_p=0.9, max_tokens=2),
     SamplingParams(top_k=20, top_p=0.9, min_p=0.1, max_tokens=2),
@@ -135,7 +136,8 @@ def compile_all(
 
     first = runner()
     pool = ThreadPoolExecutor(max(_FEWEST_THREADS, len(os.sched_getaffinity(0))))
-    best, *draws = steps(torch.zeros(1, model.config.vocab_size, device=model.device))
+    shape = 1, model.config.vocab_size
+    best, *draws = steps(torch.zeros(shape, dtype=model.logits_dtype, device=model.device))
     # What takes longest comes first: threads that wait for others fill the pool.
     guesses = [] if model.device.type != "cuda" else [
         start(partial(plan_for_hopper, spec)) for spec in model.specs

@@ -44,13 +44,13 @@ class LogprobTensors:
         Parameters
         ----------
         logits : torch.Tensor
-            ``[rows, vocab]`` float32.
+            ``[rows, vocab]``, of 16 or 32 bits.
         tokens : torch.Tensor
             ``[rows]``, a token of each row.
         count : int
             Most probable tokens to tell of each row; 0: none.
         """
-        total = torch.logsumexp(logits, dim=1, keepdim=True)
+        total = torch.logsumexp(logits.float(), dim=1, keepdim=True)
         own = logits.gather(1, tokens.long()[:, None]) - total
         if count:
             top, ids = kernels.top_k(

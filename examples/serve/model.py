@@ -189,7 +189,12 @@ class Model:
         return x
 
     def logits(self, x: torch.Tensor, tile: int | None = None) -> torch.Tensor:
-        """``[rows, vocab_size]`` float32 of rows of `forward`; `tile`: see `in_tiles`."""
+        """``[rows, vocab_size]`` `logits_dtype` of rows of `forward`; `tile`: see `in_tiles`."""
         whole = padded(x, round_up(len(x), tile))
-        logits = in_tiles(tile, lambda rows: (rows @ self.head).float(), whole)[: len(x)]
+        logits = in_tiles(tile, lambda rows: rows @ self.head, whole)[: len(x)]
         return self._decoder.logits(logits)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The model's dtype, or float32 if its last product's result is changed."""
+        return self._decoder.logits(torch.empty(0, dtype=self.dtype)).dtype

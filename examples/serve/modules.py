@@ -47,7 +47,7 @@ def modules(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> l
         gen_rope_module(RopeConfig(dtype, kv_dtype, False, append=True, keeps_rows=True)),
         gen_page_module(),
         # The chain of sampling.py.
-        gen_topk_module(TopKConfig(f32, TopKOutput.VALUES)),
+        *(gen_topk_module(TopKConfig(logits, TopKOutput.VALUES)) for logits in (dtype, f32)),
         gen_sampling_module(SamplingConfig(f32, f32, True, Filter.NONE, Output.PROBS)),
         *(
             gen_sampling_module(SamplingConfig(f32, f32, False, filter, output))

@@ -149,9 +149,9 @@ class Runner:
     def run(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the chunks; logits after the last token of each and before its drafts.
 
-        The result is ``[chunks + drafts, vocab]`` float32, in the order of the chunks. Nothing
-        waits for the device. `tokens`, on the device, take the place of the chunks' if the host
-        does not know these yet.
+        The result is ``[chunks + drafts, vocab]``, of the model's `logits_dtype`, in the order of
+        the chunks. Nothing waits for the device. `tokens`, on the device, take the place of the
+        chunks' if the host does not know these yet.
         """
         decodes = all(len(chunk.tokens) == 1 and chunk.score is None for chunk in chunks)
         self._begin_states(chunks)

@@ -139,7 +139,7 @@ def sample(
     Parameters
     ----------
     logits : torch.Tensor
-        ``[rows, vocab]`` float32.
+        ``[rows, vocab]``, of 16 or 32 bits.
     params : sequence of SamplingParams
         One for each row.
     seeds, drawn : sequence of int
@@ -166,7 +166,7 @@ def sample(
         return pinned.to(device, non_blocking=True)
 
     temperature = column([p.temperature or 1.0 for p in params], torch.float32)
-    probs = kernels.softmax(logits, temperature)
+    probs = kernels.softmax(logits.float(), temperature)
     kept = [max(p.top_k, 0) for p in params]
     if any(kept):
         probs = kernels.top_k_renorm_probs(probs, column(kept, torch.int32))
@@ -188,13 +188,15 @@ def sample(
 def steps(logits: torch.Tensor) -> Iterator[Callable[[], Any]]:
     """A call of each operation of `sample`, none of which needs another's result."""
     rows, device = len(logits), logits.device
-    probs = torch.softmax(logits, -1)
+    probs = torch.softmax(logits.float(), -1)
     share = torch.full((rows,), 0.5, device=device)
     kept = torch.ones(rows, dtype=torch.int32, device=device)
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
     keys = {"seed": zeros[:, None], "offset": zeros}
     yield lambda: kernels.top_k(logits, 1, tie_break=kernels.TopKTieBreak.SMALL)
-    yield lambda: kernels.softmax(logits, share)
+    # Adjusted ones.
+    yield lambda: kernels.top_k(logits.float(), 1, tie_break=kernels.TopKTieBreak.SMALL)
+    yield lambda: kernels.softmax(logits.float(), share)
     yield lambda: kernels.top_k_renorm_probs(probs, kept)
     yield lambda: kernels.top_p_renorm_probs(probs, share)
     yield lambda: kernels.sampling_from_probs(probs, **keys)

@@ -43,7 +43,8 @@ def _aot_configs() -> Iterator[TopKConfig]:
 
 
 def _llama_configs() -> Iterator[TopKConfig]:
-    yield TopKConfig(torch.float32, TopKOutput.VALUES)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield TopKConfig(dtype, TopKOutput.VALUES)
 
 
 _presets = {"llama-bf16": _llama_configs, "gemma": _llama_configs}

@@ -101,7 +101,7 @@ class Decoder:
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Change the result of the last product, in float32."""
+        """Change the result of the last product, in float32 if at all."""
         return x
 
     def blocks(self) -> Iterator[Block]:

@@ -70,7 +70,7 @@ class Gemma(Decoder):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         cap = self.config.values.get("final_logit_softcapping")
-        return x if cap is None else torch.tanh(x / cap) * cap
+        return x if cap is None else torch.tanh(x.float() / cap) * cap
 
 
 class Gemma2(Gemma):
