@@ -43,8 +43,9 @@ class GemmConsumer {
     }
     const uint32_t left = shared + (Tile::kSwap ? Tile::kBytesA : 0);
     const uint32_t right = shared + (Tile::kSwap ? 0 : Tile::kBytesA);
-    left_ = ptx::wgmma_operand(left + thread_.left_group<Tile>() * kReps * 64 * 128);
-    right_ = ptx::wgmma_operand(right + thread_.right_group<Tile>() * Tile::kRightRows * 128);
+    left_ = ptx::wgmma_operand(left + Tile::left_group(thread_.warpgroup_idx) * kReps * 64 * 128);
+    right_ = ptx::wgmma_operand(right +
+                                Tile::right_group(thread_.warpgroup_idx) * Tile::kRightRows * 128);
   }
 
   __device__ __forceinline__ void run() {

@@ -103,11 +103,11 @@ class GemmEpilogue {
     }
 #pragma unroll
     for (int rep = 0; rep < kOutReps; ++rep) {
-      const uint32_t left = (left_group() * kOutReps + rep) * 64;
+      const uint32_t left = (Tile::left_group(warpgroup_idx_) * kOutReps + rep) * 64;
 #pragma unroll
       for (int j = 0; j < kOutTiles; j += kStoreTiles) {
         if (Tile::kSplits > 1 && !place_.is_split(j / kStoreTiles)) continue;
-        const uint32_t right = right_group() * Tile::kOutRights + j * 8;
+        const uint32_t right = Tile::right_group(warpgroup_idx_) * Tile::kOutRights + j * 8;
         const uint32_t row = work.row + (Tile::kSwap ? right : left);
         const uint32_t column = work.column + (Tile::kSwap ? left : right);
         if constexpr (Tile::kStagesOutput) {
@@ -135,8 +135,9 @@ class GemmEpilogue {
   // Scales and bias of a thread's two left rows, then of the right rows if they have any.
   __device__ __forceinline__ void scale(const GemmWork& work, int rep,
                                         float (&sums)[kTiles][4]) const {
-    const uint32_t left = (left_group() * kReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
-    const uint32_t right = right_group() * Tile::kRightRows + lane_idx_ % 4 * 2;
+    const uint32_t left =
+        (Tile::left_group(warpgroup_idx_) * kReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
+    const uint32_t right = Tile::right_group(warpgroup_idx_) * Tile::kRightRows + lane_idx_ % 4 * 2;
     const uint32_t n = params_.gemm.n;
     const bool has_bias = params_.gemm.bias != nullptr;
     const float all = finish_.factor(work);
@@ -219,13 +220,14 @@ class GemmEpilogue {
   __device__ __forceinline__ void weigh(const GemmWork& work, Sums& sums) const {
 #pragma unroll
     for (int rep = 0; rep < kOutReps; ++rep) {
-      const uint32_t left = (left_group() * kOutReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
+      const uint32_t left =
+          (Tile::left_group(warpgroup_idx_) * kOutReps + rep) * 64 + warp_idx_ * 16 + lane_idx_ / 4;
 #pragma unroll
       for (int j = 0; j < kOutTiles; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const uint32_t right =
-              right_group() * Tile::kOutRights + j * 8 + lane_idx_ % 4 * 2 + i % 2;
+          const uint32_t right = Tile::right_group(warpgroup_idx_) * Tile::kOutRights + j * 8 +
+                                 lane_idx_ % 4 * 2 + i % 2;
           sums[rep][j][i] *=
               finish_.row_weight(work, work.row + (Tile::kSwap ? right : left + i / 2 * 8));
         }
@@ -257,9 +259,10 @@ class GemmEpilogue {
     for (int box = 0; box < Tile::kStoreBoxes; ++box) {
       if (Tile::kThirds && box >= static_cast<int>(work.thirds)) break;
       buffer_ = buffers_ + box * Tile::kStoreBytes;
-      const uint32_t row = work.row + (left_group() * kReps + box / kRepBoxes) * 64;
-      const uint32_t column =
-          work.column + right_group() * Tile::kOutRights + box % kRepBoxes * Tile::kStoreRights;
+      const uint32_t row =
+          work.row + (Tile::left_group(warpgroup_idx_) * kReps + box / kRepBoxes) * 64;
+      const uint32_t column = work.column + Tile::right_group(warpgroup_idx_) * Tile::kOutRights +
+                              box % kRepBoxes * Tile::kStoreRights;
       if (whole) {
         store_box(row, column, work.batch);
       } else {
@@ -389,13 +392,6 @@ class GemmEpilogue {
 
   __device__ __forceinline__ uint32_t num_columns() const {
     return Tile::kGated ? params_.gemm.n / 2 : params_.gemm.n;
-  }
-
-  __device__ __forceinline__ uint32_t left_group() const {
-    return Tile::kDividesRight ? 0 : warpgroup_idx_;
-  }
-  __device__ __forceinline__ uint32_t right_group() const {
-    return Tile::kDividesRight ? warpgroup_idx_ : 0;
   }
 
   __device__ __forceinline__ void barrier() const {

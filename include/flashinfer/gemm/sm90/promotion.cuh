@@ -8,15 +8,6 @@ namespace flashinfer {
 // Where a thread's elements of D lie, among the rows of all warpgroups.
 struct GemmThread {
   int warpgroup_idx, warp_idx, lane_idx;
-
-  template <typename Tile>
-  __device__ __forceinline__ int left_group() const {
-    return Tile::kDividesRight ? 0 : warpgroup_idx;
-  }
-  template <typename Tile>
-  __device__ __forceinline__ int right_group() const {
-    return Tile::kDividesRight ? warpgroup_idx : 0;
-  }
 };
 
 // Scales that a thread multiplies products with: of its two left rows, times that of the right rows
@@ -42,8 +33,9 @@ struct GemmScales {
     if constexpr (!Tile::kBlockScales) return;
     constexpr int kPartRows = Tile::kRightRows / Tile::kParts;
     static_assert(kReadsRight || kSpans > 1 || 128 % kPartRows == 0, "a part has one scale");
-    const int first = (thread.left_group<Tile>() * Tile::kReps + rep) * 64;
-    const int first_right = thread.right_group<Tile>() * Tile::kRightRows + part * kPartRows;
+    const int first = (Tile::left_group(thread.warpgroup_idx) * Tile::kReps + rep) * 64;
+    const int first_right =
+        Tile::right_group(thread.warpgroup_idx) * Tile::kRightRows + part * kPartRows;
     const int left = first + thread.warp_idx * 16 + thread.lane_idx / 4;
     if constexpr (!Tile::kSwap) {
       low[0] = read(rows + left * row_step);

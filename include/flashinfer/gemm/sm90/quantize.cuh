@@ -36,7 +36,7 @@ class GemmQuantizer {
     } else if constexpr (Tile::kSwap) {
       quantize_right_rows(work, sums[0]);
     } else if constexpr (Tile::kDividesRight) {
-      quantize_halves(work, sums[0]);
+      quantize_divided_rows(work, sums[0]);
     } else {
 #pragma unroll
       for (int rep = 0; rep < kOutReps; ++rep) quantize_left_rows(work, rep, sums[rep]);
@@ -65,29 +65,42 @@ class GemmQuantizer {
     }
   }
 
-  // Rows of D are left rows: four lanes have a row's columns.
+  // The largest of `kCount` tiles of left row `half` of a lane, whose columns four lanes have.
+  template <int kCount>
+  __device__ __forceinline__ static float largest_of(const float (&sums)[kTiles][4], int first,
+                                                     int half) {
+    float largest = kLeast;
+#pragma unroll
+    for (int j = first; j < first + kCount; ++j) {
+      largest = fmaxf(largest, fabsf(sums[j][2 * half]));
+      largest = fmaxf(largest, fabsf(sums[j][2 * half + 1]));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ static void multiply_half(float (&sums)[kTiles][4], int first,
+                                                       int half, float factor) {
+#pragma unroll
+    for (int j = first; j < first + kCount; ++j) {
+      sums[j][2 * half] *= factor;
+      sums[j][2 * half + 1] *= factor;
+    }
+  }
+
+  // Rows of D are left rows.
   __device__ __forceinline__ void quantize_left_rows(const GemmWork& work, int rep,
                                                      float (&sums)[kTiles][4]) const {
+    constexpr int kBlockTiles = 16;
     const uint32_t left =
         (warp_idx_ / 4 * kOutReps + rep) * 64 + warp_idx_ % 4 * 16 + lane_idx_ / 4;
 #pragma unroll
-    for (int block = 0; block < kOutTiles / 16; ++block) {
+    for (int block = 0; block < kOutTiles / kBlockTiles; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float largest = kLeast;
-#pragma unroll
-        for (int j = block * 16; j < block * 16 + 16; ++j) {
-          largest = fmaxf(largest, fabsf(sums[j][2 * half]));
-          largest = fmaxf(largest, fabsf(sums[j][2 * half + 1]));
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const float factor = kMax / largest;
-#pragma unroll
-        for (int j = block * 16; j < block * 16 + 16; ++j) {
-          sums[j][2 * half] *= factor;
-          sums[j][2 * half + 1] *= factor;
-        }
+        const float largest = largest_of<kBlockTiles>(sums, block * kBlockTiles, half);
+        multiply_half<kBlockTiles>(sums, block * kBlockTiles, half, kMax / largest);
         if (lane_idx_ % 4 == 0) {
           store_scale(work, work.row + left + 8 * half, block, largest / kMax);
         }
@@ -96,39 +109,29 @@ class GemmQuantizer {
   }
 
   // The same where each warpgroup has half of a block's columns.
-  __device__ __forceinline__ void quantize_halves(const GemmWork& work,
-                                                  float (&sums)[kTiles][4]) const {
+  __device__ __forceinline__ void quantize_divided_rows(const GemmWork& work,
+                                                        float (&sums)[kTiles][4]) const {
     constexpr int kThreads = Tile::kConsumerThreads;
-    const uint32_t half = warp_idx_ / 4, left = warp_idx_ % 4 * 16 + lane_idx_ / 4;
+    const uint32_t group = warp_idx_ / 4, left = warp_idx_ % 4 * 16 + lane_idx_ / 4;
     float largest[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      largest[i] = kLeast;
-#pragma unroll
-      for (int j = 0; j < kOutTiles; ++j) {
-        largest[i] = fmaxf(largest[i], fabsf(sums[j][2 * i]));
-        largest[i] = fmaxf(largest[i], fabsf(sums[j][2 * i + 1]));
-      }
-      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
-      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 2));
-    }
+    for (int half = 0; half < 2; ++half) largest[half] = largest_of<kOutTiles>(sums, 0, half);
     ptx::named_barrier_sync(kBarrier, kThreads);  // all have read the last tile's maxima
     if (lane_idx_ % 4 == 0) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) store_float(maximum(half, left + i * 8), largest[i]);
+      for (int half = 0; half < 2; ++half) {
+        store_float(maximum(group, left + 8 * half), largest[half]);
+      }
     }
     ptx::named_barrier_sync(kBarrier, kThreads);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float all = fmaxf(largest[i], load_float(maximum(1 - half, left + i * 8)));
-      const float factor = kMax / all;
-#pragma unroll
-      for (int j = 0; j < kOutTiles; ++j) {
-        sums[j][2 * i] *= factor;
-        sums[j][2 * i + 1] *= factor;
+    for (int half = 0; half < 2; ++half) {
+      const float other = load_float(maximum(1 - group, left + 8 * half));
+      const float both = fmaxf(largest[half], other);
+      multiply_half<kOutTiles>(sums, 0, half, kMax / both);
+      if (group == 0 && lane_idx_ % 4 == 0) {
+        store_scale(work, work.row + left + 8 * half, 0, both / kMax);
       }
-      if (half == 0 && lane_idx_ % 4 == 0)
-        store_scale(work, work.row + left + i * 8, 0, all / kMax);
     }
   }
 

@@ -37,6 +37,13 @@ struct GemmTile : Config {
   static constexpr bool kDividesRight = kConsumers == 2 && kLeftRows == 64;
   static constexpr int kRightGroups = kDividesRight ? 2 : 1;
   static constexpr int kLeftGroups = kConsumers / kRightGroups;
+  // Which of the left and of the right rows' parts a warpgroup has.
+  __device__ __forceinline__ static constexpr int left_group(int warpgroup_idx) {
+    return kDividesRight ? 0 : warpgroup_idx;
+  }
+  __device__ __forceinline__ static constexpr int right_group(int warpgroup_idx) {
+    return kDividesRight ? warpgroup_idx : 0;
+  }
   static constexpr int kRightRows = (kSwap ? kTileRows : kTileColumns) / kRightGroups;
   static constexpr int kReps = kLeftRows / (64 * kLeftGroups);  // of 64 rows, per warpgroup
   static constexpr int kTiles = kRightRows / 8;
