@@ -97,20 +97,18 @@ def test_rows_that_the_call_rounds(
     given = torch.randn(m, k, device=device).to(BF16)
     made = torch.randn(n, k, device=device).to(BF16)
     x = torch.empty_like(given)
-    codes, scale = quantization.per_token_group_quant_8bit(made, 128)
+    seen = list(quantization.per_token_group_quant_8bit(made, 128))
     out = torch.empty(m, n, dtype=BF16, device=device)
-    seen = [codes, scale]
 
     def run() -> None:
         if weights == "new":
+            left = given
             seen[:] = quantization.per_token_group_quant_8bit(made, 128)
         else:
-            x.copy_(given)
-        left = given if weights == "new" else x
+            left = x.copy_(given)
+        codes, scale = seen
         ready = weights == "ready"
-        gemm.fp8_blockscale_gemm_sm90(
-            left, seen[0], weight_scale=seen[1], out=out, weight_ready=ready
-        )
+        gemm.fp8_blockscale_gemm_sm90(left, codes, weight_scale=scale, out=out, weight_ready=ready)
 
     again = _repeated(run, device)
     for _ in range(3):

@@ -63,14 +63,13 @@ struct TensorMapDim {
 };
 
 // Describes a tensor of `columns` contiguous elements, of which a box has `box_columns`, and of the
-// dimensions `dims`. Elements outside the tensor are read as zeros. `promotion` is the size of the
-// pieces that L2 reads. Returns false if the tensor cannot be described: the address or a stride is
-// not a multiple of 16 bytes, a stride is too large, or the driver lacks tensor maps.
+// dimensions `dims`. Elements outside the tensor are read as zeros. L2 reads pieces of 128 bytes
+// (docs/tuning/memory.md). Returns false if the tensor cannot be described: the address or a stride
+// is not a multiple of 16 bytes, a stride is too large, or the driver lacks tensor maps.
 template <typename T, int kDims>
-inline bool encode_tensor_map(
-    EncodedTensorMap& map, const void* data, uint64_t columns, uint32_t box_columns,
-    const TensorMapDim (&dims)[kDims], CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
-    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
+inline bool encode_tensor_map(EncodedTensorMap& map, const void* data, uint64_t columns,
+                              uint32_t box_columns, const TensorMapDim (&dims)[kDims],
+                              CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4);
   constexpr int64_t kSize = static_cast<int64_t>(sizeof(T));
   const auto encode = tensor_map_encoder();
@@ -88,7 +87,8 @@ inline bool encode_tensor_map(
                                         : kSize == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                                                      : CU_TENSOR_MAP_DATA_TYPE_UINT32;
   return encode(reinterpret_cast<CUtensorMap*>(&map), kType, kDims + 1, const_cast<void*>(data),
-                lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+                lengths, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -5,6 +5,7 @@
 
 #include <flashinfer/attention/math.cuh>
 #include <flashinfer/attention/portable/loader.cuh>
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/float8.cuh>
 #include <flashinfer/common/vec.cuh>
 
@@ -198,9 +199,7 @@ struct QueryRowValues {
 // Returns the power of two that moves a row's largest magnitude to [2^14, 2^15). Values below 2^-24
 // are then less than 2^-38 of it. Lane 0 stores the inverse, times `unit`.
 __device__ __forceinline__ float query_scale(float largest, float unit, float* inverse) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-  }
+  largest = warp_reduce_max(largest);
   float scale = 1.f;
   const uint32_t exponent = __float_as_uint(largest) >> 23;
   if (exponent > 14 && exponent < 255) {

@@ -4,6 +4,7 @@
 // their tile has all of these columns. Otherwise the caller gives the factor.
 #pragma once
 
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/gemm/sm90/producer.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
 #include <flashinfer/ptx/shared.cuh>
@@ -75,8 +76,7 @@ class GemmQuantizer {
       largest = fmaxf(largest, fabsf(sums[j][2 * half]));
       largest = fmaxf(largest, fabsf(sums[j][2 * half + 1]));
     }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    return warp_reduce_max(largest, 4);
   }
 
   template <int kCount>

@@ -10,6 +10,7 @@
 // for it. Logits are multiplied by its inverse.
 #pragma once
 
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/float8.cuh>
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/item_rows.cuh>
@@ -159,10 +160,7 @@ class MlaWidener {
 #pragma unroll
       for (int e = 0; e < 8; ++e) largest = fmaxf(largest, fabsf(values[i][e]));
     }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-    }
+    largest = warp_reduce_max(largest);
     // The largest value gets the exponent 14, of float16's 15.
     const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 15u), 253u);
     const float factor = __uint_as_float((268 - exponent) << 23);
