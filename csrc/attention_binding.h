@@ -23,6 +23,8 @@ constexpr DLDataType kTypeKV = ffi::dtype::FLASHINFER_CFG_DTYPE_KV;
 constexpr bool kKeysAre4Bit = kTypeKV.code == kDLUInt;
 constexpr int kCodes = kKeysAre4Bit ? 2 : 1;
 constexpr double kUnit = kKeysAre4Bit ? 0x1p14 : 1.;
+constexpr DLDataType kTypeO = ffi::dtype::FLASHINFER_CFG_DTYPE_O;
+constexpr bool kOutputIsCode = kTypeO.bits == 8;
 
 // Requirements of a plan on the tensors of one kind of work item.
 struct PlannedTensors {
@@ -51,7 +53,8 @@ struct AttentionLaunch {
   OwnOptions second;
   int64_t num_scale_rows;  // pages of kv_cache_sf, or tokens; negative: it was not given
   int32_t device_id;
-  bool has_second;  // items of kind 1 have tensors of their own
+  bool has_second;        // items of kind 1 have tensors of their own
+  bool has_output_scale;  // for the next run
 };
 
 inline AttentionLaunch& bound_launch_of(ffi::Args& args) {
@@ -135,7 +138,7 @@ inline void set_queries(AttentionTensors& tensors, const PlannedTensors& planned
   }
   ffi::check_shape(q, {q.dim(0), heads, FLASHINFER_CFG_HEAD_DIM_QK});
   ffi::check_vector_rows(q);
-  ffi::check_dtype(o, ffi::dtype::FLASHINFER_CFG_DTYPE_O);
+  ffi::check_dtype(o, kTypeO);
   ffi::check_shape(o, {q.dim(0), heads, FLASHINFER_CFG_HEAD_DIM_VO});
   ffi::check_vector_rows(o);
   ffi::check_no_broadcast(o);
@@ -362,6 +365,31 @@ inline void take_block_scales(AttentionLaunch& launch, const AttentionTensors& t
                  static_cast<long long>(rows), FLASHINFER_CFG_PAGED ? "pages" : "tokens",
                  static_cast<long long>(given));
     }
+  }
+}
+
+// Checks and sets where the scales of 8-bit outputs go.
+inline void set_output_scale(AttentionLaunch& launch, const Tensor& scale, const Tensor& o) {
+  if (!kOutputIsCode) {
+    ffi::raise("ValueError", "`out_scale` must be left out: `o_data_type` is %s, not of 8 bits",
+               ffi::dtype_name(kTypeO).c_str());
+  }
+  ffi::check_dtype(scale, ffi::dtype::float32);
+  ffi::check_ndim(o, 3, 3);
+  ffi::check_shape(scale, {o.dim(0), launch.params.variant.num_qo_heads});
+  ffi::check_no_broadcast(scale);
+  launch.params.tensors[0].o_scale = {static_cast<float*>(scale.data()), scale.stride(0),
+                                      scale.stride(1)};
+  launch.has_output_scale = true;
+}
+
+// Refuses a run of 8-bit outputs without the place of their scales, which is that of one run.
+inline void take_output_scale(AttentionLaunch& launch) {
+  if constexpr (kOutputIsCode) {
+    if (!launch.has_output_scale) {
+      ffi::raise("ValueError", "`out_scale` must be given with an `o_data_type` of 8 bits");
+    }
+    launch.has_output_scale = false;
   }
 }
 

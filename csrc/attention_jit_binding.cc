@@ -12,6 +12,7 @@
 //   attention_second(launch, q, k, v, o, lse, sm_scale, v_scale, window_left)
 //   attention_head_scales(launch, kind, logits_scale, q_scale, k_scale, v_scale)
 //   attention_block_scales(launch, k_sf, v_sf, o, lse)
+//   attention_output_scale(launch, out_scale, q, o, lse)
 //   attention_profile(launch, profiler_buffer, o, lse)
 //   attention_run(launch, q, k, v, o, lse, sm_scale, v_scale, window_left, sinks, enable_pdl)
 //
@@ -29,7 +30,8 @@
 // otherwise they are in pages. If v is None, k is a cache that holds both. kv_indices,
 // alibi_slopes, lse, sinks, enable_pdl and scales may be None. The caller has moved a plan's
 // tensors to the device: only a run checks the device of its tensors. Scales of 4-bit keys and
-// values, and of heads, are set for the next run, and so is the buffer of a profile's events.
+// values, and of heads, are set for the next run, and so are the place of the outputs' scales and
+// the buffer of a profile's events.
 #include "attention_binding.h"
 #include "device_plan_binding.h"
 #include "profile_binding.h"
@@ -225,6 +227,17 @@ FLASHINFER_FFI_EXPORT(attention_block_scales, args) {
   }
 }
 
+FLASHINFER_FFI_EXPORT(attention_output_scale, args) {
+  AttentionLaunch& launch = bound_launch_of(args);
+  const Tensor scale = args.tensor("out_scale");
+  const Tensor q = args.tensor("q"), o = args.tensor("out"), lse = args.optional_tensor("lse");
+  set_output_scale(launch, scale, o);
+  for (const Tensor& other : {q, o, lse}) {
+    if (other) ffi::check_disjoint(scale, other);
+  }
+  check_on_device(scale, launch.device_id);
+}
+
 FLASHINFER_FFI_EXPORT(attention_profile, args) {
   AttentionLaunch& launch = bound_launch_of(args);
   const Tensor buffer = args.tensor("profiler_buffer");
@@ -249,6 +262,7 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   variant.sm_scale = static_cast<float>(args.number("sm_scale"));
   set_soft_cap(params.variant);
   take_block_scales(launch, params.tensors[0]);
+  take_output_scale(launch);
   params.tensors[0].v_scale = static_cast<float>(args.number("v_scale") * kUnit);
   variant.window_left = static_cast<int32_t>(args.integer("window_left"));
   const Tensor sinks = args.optional_tensor("sinks");

@@ -12,7 +12,7 @@ from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import torch_name
 from .._common.numbers import plain
-from ..jit.attention.config import FLOAT16, PACKED_FLOAT4, QUERIES, kv_dtypes
+from ..jit.attention.config import CODES, FLOAT16, PACKED_FLOAT4, QUERIES, kv_dtypes
 from ..jit.attention.variant import AttentionVariant, make_variant
 
 BLACKWELL = "it belongs to kernels for Blackwell"
@@ -51,11 +51,13 @@ def resolve_dtype(name: str, dtype: Any) -> torch.dtype:
     raise TypeError(f"`{name}` must be a torch.dtype or its name, got {dtype!r}")
 
 
-def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+def resolve_dtypes(
+    q: Any, kv: Any, o: Any, *, with_codes: bool = False
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Element types of queries (float16 if None), caches and outputs; by default the first's.
 
     Keys and values have the type of the queries, 8 bits, or 4 bits in pairs (uint8), outputs 16
-    bits.
+    bits or, where the caller asks for it and `with_codes`, 8.
 
     Raises
     ------
@@ -68,7 +70,7 @@ def resolve_dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, t
     for name, dtype, allowed in (
         ("q_data_type", q_dtype, QUERIES),
         ("kv_data_type", kv_dtype, kv_dtypes(q_dtype)),
-        ("o_data_type", o_dtype, FLOAT16),
+        ("o_data_type", o_dtype, (*FLOAT16, CODES) if with_codes and o is not None else FLOAT16),
     ):
         if dtype not in allowed:
             names = ", ".join(torch_name(a) for a in allowed)

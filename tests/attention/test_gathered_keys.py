@@ -124,7 +124,7 @@ def test_repeats_and_other_plans_between(device):
     first = wrapper.run(q, cache)
     second = plan_paged(other, device, causal=True)
     second._executor.move_workspaces(
-        wrapper._executor.float_workspace, second._executor.int_workspace
+        wrapper._executor.workspaces.floats, second._executor.workspaces.ints
     )
     assert is_gathered(wrapper) and is_gathered(second)
     second.run(other.query(device), other.cache(device))

@@ -123,7 +123,9 @@ struct Group {
   std::unique_ptr<Rows<Q>> q;
   std::unique_ptr<Rows<KV>> k, v, k_sf, v_sf;  // scales of 4-bit rows
   std::unique_ptr<Rows<O>> o;
-  std::vector<float> lse;  // empty: not wanted
+  std::vector<float> lse;      // empty: not wanted
+  std::vector<float> o_scale;  // of 8-bit outputs
+  int64_t o_stride_scale = 0;
   float v_scale;
   float logits_scale = 1.f;
   std::vector<float> q_scales, k_scales, v_scales;  // of heads, or one for all; empty: none
@@ -137,6 +139,7 @@ struct Group {
     AttentionTensors t = {};
     t.q = q->data, t.k = k->data, t.v = v->data, t.o = o->data;
     t.lse = lse.empty() ? nullptr : lse.data();
+    if (!o_scale.empty()) t.o_scale = {o_scale.data(), o_stride_scale, 1};
     t.kv_indices = paged ? pages.data() : nullptr;
     t.q_stride_token = q->stride_token, t.q_stride_head = q->stride_head;
     t.o_stride_token = o->stride_token, t.o_stride_head = o->stride_head;
@@ -347,8 +350,12 @@ class Case {
     };
     draw_kv(KV{});
     group.o = make_q(O{}, kHeadDimVO);
-    group.o->fill(1, tokens, num_qo_heads, [] { return O{0xffff}; });
+    group.o->fill(1, tokens, num_qo_heads, [] { return O{static_cast<decltype(O::bits)>(~0u)}; });
     if (!random_.one_in(4)) group.lse.assign(tokens * num_qo_heads, math::nan);
+    if (kIsCode<O>) {
+      group.o_stride_scale = num_qo_heads + random_.integer(0, 3);
+      group.o_scale.assign(tokens * group.o_stride_scale, math::nan);
+    }
   }
 
   // Queries and a scale whose product float32 does not represent.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flashinfer._attention.functions import single_plans as single
+from flashinfer._attention.plan.launch import Workspaces
 
 CPU = torch.device("cpu")
 
@@ -28,20 +29,22 @@ def _add_plan(stream: single._Stream, key: single.Key, backend: str) -> list[tor
     used: list[torch.Tensor] = []
 
     def move_workspaces(floats: torch.Tensor, ints: torch.Tensor) -> None:
-        executor.float_workspace, executor.int_workspace = floats, ints
+        executor.workspaces = Workspaces(floats, ints)
         used.append(ints)
 
-    workspaces = {"float_workspace": torch.zeros(256), "int_workspace": torch.arange(64)}
-    choice = SimpleNamespace(backend=backend)
-    executor: Any = SimpleNamespace(choice=choice, move_workspaces=move_workspaces, **workspaces)
-    spare_list = executor.int_workspace.clone() if backend == "fa3" else None
+    executor: Any = SimpleNamespace(
+        choice=SimpleNamespace(backend=backend),
+        move_workspaces=move_workspaces,
+        workspaces=Workspaces(torch.zeros(256), torch.arange(64)),
+    )
+    spare_list = executor.workspaces.ints.clone() if backend == "fa3" else None
     stream.plans[key] = single._Plan(executor, spare_list)
     return used
 
 
 def test_each_capture_has_a_list_of_its_own(stream: single._Stream) -> None:
     used = _add_plan(stream, ("key",), "fa3")
-    plan_list = stream.plans[("key",)].executor.int_workspace
+    plan_list = stream.plans[("key",)].executor.workspaces.ints
     for _ in range(3):
         single._planned_before(("key",), CPU)
         assert torch.equal(used[-1], torch.arange(64))

@@ -34,11 +34,21 @@ SUBSTITUTIONS = {
         'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(high_bits) : "f"(high));': (
             "high_bits = emulation::float_to_half(high);"
         ),
+        'asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));': (
+            "bits = detail::float_to_float8<3, 7, 0x7e, 0x7f>(low) |"
+            " detail::float_to_float8<3, 7, 0x7e, 0x7f>(high) << 8;"
+        ),
     },
     "flashinfer/common/exp2.cuh": {
         'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = exp2f(x);",
         'asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = log2f(x);",
         'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.f / x;",
+    },
+    "flashinfer/collective/group_max.cuh": {
+        'asm("max.NaN.f32 %0, %1, %2;"\n          : "=f"(value)\n'
+        '          : "f"(__uint_as_float(a)), "f"(fabsf(__uint_as_float(b))));': (
+            "value = __uint_as_float(std::max(a, b & 0x7fffffffu));"
+        ),
     },
     "flashinfer/attention/portable/attention.cuh": {
         "extern __shared__ __align__(128) char shared[];": "char* const shared = dynamic_shared;",
@@ -150,6 +160,9 @@ CONFIGS = [
     ("narrow-rope", 64, 64, 8, {**ROPE, "mask_mode": "causal"}),
     ("narrow-rope-e4m3", 64, 64, 8, {**ROPE, "dtype_kv": E4M3, "mask_mode": "causal"}),
     ("decode-rope-q-e5m2", 80, 80, 16, {**ROPE, "dtype_q": E5M2, "dtype_kv": E5M2}),
+    ("narrow-codes", 128, 128, 8, {"dtype_kv": E4M3, "dtype_o": E4M3}),
+    ("decode-codes", 64, 128, 16, {"dtype_o": E4M3, "mask_mode": "causal"}),
+    ("narrow-lengths-codes", 64, 128, 8, {"dtype_o": E4M3, "device_lengths": True}),
     ("narrow-custom", 192, 256, 8, {"mask_mode": "custom"}),
     ("decode-causal-16", 16, 16, 16, {"mask_mode": "causal"}),
     ("decode-ragged-window", 48, 48, 16, {"paged": False, "sliding_window": True}),
@@ -495,3 +508,17 @@ def test_faults_are_found(
     emulator.substitute(f"flashinfer/{header}", statement, other)
     config = make_config(64, 64, tile_q, {"mask_mode": "causal"})
     assert emulator.find_fault(config, cases=120, huge_strides=huge_strides)
+
+
+@pytest.mark.parametrize(
+    "statement, other",
+    [
+        ("magnitude.reduce<32>()", "magnitude.reduce<16>()"),
+        ("found.apply<float>(x)", "found.apply<float>(x) * 0.5f"),
+        ("token * scale.stride_token", "0"),
+    ],
+    ids=["half_of_a_row", "half_of_the_range", "one_token"],
+)
+def test_faults_of_codes_are_found(emulator: Emulator, statement: str, other: str):
+    emulator.substitute("flashinfer/attention/finalize.cuh", statement, other)
+    assert emulator.find_fault(make_config(128, 128, 8, {"dtype_o": E4M3}), cases=20)

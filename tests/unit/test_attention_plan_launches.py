@@ -62,9 +62,9 @@ def launch_of(executor: AttentionExecutor) -> tuple[Options, Plan]:
     assert planner is not None and planner.config is not None
     options = Options(**planner.config._asdict())
     info = layout_of(planner)
-    assert info["int_bytes"] <= executor.int_workspace.nbytes
-    assert info["float_bytes"] <= executor.float_workspace.nbytes
-    return options, read_plan(info, executor.int_workspace[: info["int_bytes"]])
+    assert info["int_bytes"] <= executor.workspaces.ints.nbytes
+    assert info["float_bytes"] <= executor.workspaces.floats.nbytes
+    return options, read_plan(info, executor.workspaces.ints[: info["int_bytes"]])
 
 
 def check_launch(executor: AttentionExecutor, *groups: Requests) -> Options:

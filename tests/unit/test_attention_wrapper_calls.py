@@ -96,9 +96,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run(
         self, q, k, v, out, lse, *, sm_scale, v_scale, window_left, sinks=None, enable_pdl=None,
-        additional=(), head_scales=(), block_scales=None,
+        additional=(), head_scales=(), block_scales=None, output_scale=None,
     ):  # fmt: skip
-        assert block_scales is None
+        assert block_scales is None and output_scale is None
         happened.append("run")
         numbers = {"sm_scale": sm_scale, "v_scale": v_scale, "window_left": window_left}
         parts = [(self.problem, (q, k, v, out, lse), numbers)]

@@ -31,6 +31,7 @@ BASE_LAYERS = {
 # (family, family it includes): reason.
 FAMILY_EDGES: dict[tuple[str, str], str] = {
     ("norm", "activation"): "a norm with an activation behind is one kernel",
+    ("attention", "quantization"): "attention whose result is quantised in groups is one kernel",
     ("norm", "quantization"): "a norm whose result is quantised in groups is one kernel",
     ("gemm", "rope"): "a row's product whose columns are heads, which it turns, is one kernel",
     ("comm", "quantization"): "a sum over ranks, normed and quantised, is one kernel",

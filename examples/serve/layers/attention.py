@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +15,15 @@ from ..batch import Batch
 from ..invariance import ATTENTION, in_tiles, padded
 from .body import Body, LaterBatch
 from .division import COLUMNS, ROWS, Cut, Cuts
-from .linear import Codes, Fp8Blocks, Product, Sum, norm_parts, sum_parts, takes_sums
+from .linear import BLOCK, Codes, Fp8Blocks, Product, Sum, norm_parts, sum_parts, takes_sums
 from .norm import Norm
 
 if TYPE_CHECKING:
     from ..table import Settings, Table
+
+
+CODES = torch.float8_e4m3fn
+MOST_ROWS = 16  # of a KV head, of which the package makes codes
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class AttentionSpec:
         Bound of the logits; 0: none.
     sinks : bool
         Whether each head has one more logit, without a value.
+    rounds : bool
+        Whether results of steps in which every request decodes are `Codes`.
     """
 
     heads: int
@@ -43,6 +51,7 @@ class AttentionSpec:
     scale: float | None = None
     soft_cap: float = 0.0
     sinks: bool = False
+    rounds: bool = False
 
     @property
     def plans_rows(self) -> bool:
@@ -95,7 +104,7 @@ class AttentionSpec:
         `starts`: first row of each request that is planned, and the end.
         """
         count = len(starts) - 1
-        prompts = self.sinks or not isinstance(wrapper, kernels.BatchDecodeWithPagedKVCacheWrapper)
+        prompts = self.sinks or not _decodes(wrapper)
         wrapper.plan(
             *((starts,) if prompts else ()),
             host.kv_indptr[: count + 1],
@@ -108,12 +117,22 @@ class AttentionSpec:
             window_left=self.window,
             q_data_type=settings.dtype,
             kv_data_type=settings.kv_dtype,
-            o_data_type=settings.dtype,
+            o_data_type=CODES if self.rounds and not prompts else settings.dtype,
             **({"sm_scale": self.scale} if self.scale is not None else {}),
             **({"logits_soft_cap": self.soft_cap} if self.soft_cap else {}),
             **({"causal": True} if prompts else {}),
             **(ATTENTION if settings.batch_invariant else {}),
         )
+
+
+def _decodes(wrapper: Any) -> bool:
+    return isinstance(wrapper, kernels.BatchDecodeWithPagedKVCacheWrapper)
+
+
+@functools.cache
+def _makes_codes(wrapper: type) -> bool:
+    """Whether the package's attention for decoding writes results of 8 bits with their scales."""
+    return "out_scale" in inspect.signature(wrapper.run).parameters
 
 
 @dataclass
@@ -173,6 +192,17 @@ class Attention(Body):
     v_scale: float = 1.0
     invariant = True
 
+    def __post_init__(self) -> None:
+        spec = self.spec
+        rounds = (
+            isinstance(self.output, Fp8Blocks)
+            and not (self.gated or spec.sinks)
+            and spec.dim == BLOCK
+            and spec.heads <= MOST_ROWS * spec.kv_heads
+            and _makes_codes(kernels.BatchDecodeWithPagedKVCacheWrapper)
+        )
+        self.spec = replace(spec, rounds=rounds)
+
     @staticmethod
     def cuts(kv_heads: int) -> Cuts:
         """Heads are divided; where ranks are more than `kv_heads`, several have the same one."""
@@ -203,14 +233,15 @@ class Attention(Body):
 
     def before_last(
         self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Codes:
         if isinstance(x, Sum) and self._is_one_kernel:
             q = self._project_and_place(x, batch, cache)
             gate = q[:, :0]
         else:
             q, k, v, gate = in_tiles(batch.tile, self._project, x)
             q = self._place(q, k, v, batch, cache)
-        return self._gate(self._attend(q, batch, cache), gate)
+        out = self._attend(q, batch, cache)
+        return out if isinstance(out, Codes) else self._gate(out, gate)
 
     def parts(
         self, x: torch.Tensor, batch: LaterBatch, cache: torch.Tensor
@@ -337,7 +368,7 @@ class Attention(Body):
             self.rope(rotations, q, k, self.spec.dim)
         return q, k
 
-    def _attend(self, q: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor | Codes:
         scales = {}
         if (self.k_scale, self.v_scale) != (1.0, 1.0) and cache.dtype.itemsize == 1:
             scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
@@ -345,7 +376,13 @@ class Attention(Body):
         if self.sinks is not None:
             scale = self.spec.dim**-0.5 if self.spec.scale is None else self.spec.scale
             sinks = (self.sinks, scale)
-        out = batch.attention[self.spec].run(q[: batch.attended], cache, *sinks, **scales)
+        wrapper = batch.attention[self.spec]
+        if self.spec.rounds and _decodes(wrapper):
+            columns = q.new_empty(self.spec.heads, -(-len(q) // 4) * 4, dtype=torch.float32)
+            codes = Codes(torch.empty_like(q, dtype=CODES), columns[:, : len(q)].t())
+            wrapper.run(q, cache, out=codes.numbers, out_scale=codes.scales, **scales)
+            return Codes(codes.numbers.flatten(1), codes.scales)
+        out = wrapper.run(q[: batch.attended], cache, *sinks, **scales)
         return padded(out.flatten(1), len(q))
 
     def _gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,9 @@ class Body:
         """The product that makes its result of that of `before_last`; None: it has no such."""
         return None
 
-    def before_last(self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any) -> torch.Tensor:
+    def before_last(
+        self, x: torch.Tensor | Codes | Sum, batch: Batch, cache: Any
+    ) -> torch.Tensor | Codes:
         """The rows that the last product multiplies, where its norm is computed with it."""
         raise NotImplementedError
 

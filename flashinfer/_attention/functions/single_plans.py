@@ -48,18 +48,18 @@ class _Stream:
         float_bytes, int_bytes = executor.workspace_size(problem)
         if self.float_workspace.numel() < float_bytes:
             self.float_workspace = _bytes(float_bytes + float_bytes // 2, device)
-        ints = executor.int_workspace
+        ints = executor.workspaces.ints
         if ints.numel() < int_bytes:
             ints = _bytes(2 * int_bytes, device)
         if (
-            executor.float_workspace is not self.float_workspace
-            or executor.int_workspace is not ints
+            executor.workspaces.floats is not self.float_workspace
+            or executor.workspaces.ints is not ints
         ):
             executor.set_workspaces(self.float_workspace, ints)
         executor.plan(problem)
         assert executor.choice is not None
         counts = executor.choice.backend == "fa3"
-        spare_list = executor.int_workspace.clone() if counts else None
+        spare_list = executor.workspaces.ints.clone() if counts else None
         self.plans[key] = plan = _Plan(executor, spare_list)
         return plan
 
@@ -109,7 +109,7 @@ def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
         for (place, _), stream in _plans.streams.items():
             if place == device and key in stream.plans:
                 executor, ints = stream.plans.pop(key)
-                _captured[known] = executor, executor.int_workspace, ints
+                _captured[known] = executor, executor.workspaces.ints, ints
                 break
         else:
             raise ValueError(
@@ -125,7 +125,7 @@ def _planned_before(key: Key, device: torch.device) -> AttentionExecutor:
         ints = plan_list
     elif ints is None:
         ints = plan_list.clone()
-    executor.move_workspaces(_bytes(executor.float_workspace.numel(), device), ints)
+    executor.move_workspaces(_bytes(executor.workspaces.floats.numel(), device), ints)
     return executor
 
 

@@ -91,14 +91,6 @@ class AttentionExecutor:
     def choice(self) -> KernelChoice | None:
         return None if self._key is None else self._key.choice
 
-    @property
-    def float_workspace(self) -> torch.Tensor:
-        return self.workspaces.floats
-
-    @property
-    def int_workspace(self) -> torch.Tensor:
-        return self.workspaces.ints
-
     def set_workspaces(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None
     ) -> None:
@@ -308,6 +300,7 @@ class AttentionExecutor:
         additional: Sequence[Any] = (),
         head_scales: Sequence[HeadScales] = (),
         block_scales: BlockScales | None = None,
+        output_scale: torch.Tensor | None = None,
     ) -> None:
         """Launch what was planned.
 
@@ -330,12 +323,16 @@ class AttentionExecutor:
             Factors besides, of each problem; empty: none.
         block_scales : tuple, optional
             Scales of 4-bit keys and of values.
+        output_scale : torch.Tensor, optional
+            Where the scales of an 8-bit `out` go.
         """
         run, key = self._run, self._key
         if self._gathering is not None:
             q, k, v = self._gathering.apply(q, k, v)
         if block_scales is not None:
             self._planned_module().block_scales(self._launch, *block_scales, out, lse)
+        if output_scale is not None:
+            self._planned_module().output_scale(self._launch, output_scale, q, out, lse)
         if (
             sinks is not None
             or head_scales

@@ -105,7 +105,7 @@ def _plan_and_grow(
 
 def _grow(executor: AttentionExecutor, needed: tuple[int, int]) -> bool:
     """Larger workspaces where they are too small; whether any was."""
-    buffers = (executor.float_workspace, executor.int_workspace)
+    buffers = (executor.workspaces.floats, executor.workspaces.ints)
     if all(count <= buffer.nbytes for count, buffer in zip(needed, buffers, strict=True)):
         return False
     sizes = [

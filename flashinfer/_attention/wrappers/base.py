@@ -76,6 +76,7 @@ class AttentionWrapper(Planned):
     is_backend_supported = staticmethod(is_backend_supported)
     _backends: tuple[str, ...] = BACKENDS
     _executor_type: type[AttentionExecutor] = AttentionExecutor
+    _makes_codes = False  # whether outputs may have 8 bits
     _window_left = option_of_plan("window_left")
     _logits_soft_cap = option_of_plan("logits_soft_cap")
     _sm_scale = option_of_plan("sm_scale")
@@ -129,16 +130,16 @@ class AttentionWrapper(Planned):
 
     @property
     def _float_workspace_buffer(self) -> torch.Tensor:
-        return self._executor.float_workspace
+        return self._executor.workspaces.floats
 
     @property
     def _int_workspace_buffer(self) -> torch.Tensor:
-        return self._executor.int_workspace
+        return self._executor.workspaces.ints
 
     @_int_workspace_buffer.setter
     def _int_workspace_buffer(self, buffer: torch.Tensor) -> None:
         """Engines share one among wrappers that are planned anew before each run."""
-        self.reset_workspace_buffer(self._executor.float_workspace, buffer)
+        self.reset_workspace_buffer(self._executor.workspaces.floats, buffer)
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -187,7 +188,7 @@ class AttentionWrapper(Planned):
         if self._jit_args is not None:
             mode = self._check_jit(a)
             dtypes = self._jit_args[1:4]
-        q_dtype, kv_dtype, o_dtype = resolve_dtypes(*dtypes)
+        q_dtype, kv_dtype, o_dtype = resolve_dtypes(*dtypes, with_codes=self._makes_codes)
         return AttentionSpec(
             num_qo_heads=check_count("num_qo_heads", a.num_qo_heads),
             num_kv_heads=check_count("num_kv_heads", a.num_kv_heads),
@@ -320,6 +321,7 @@ class AttentionWrapper(Planned):
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
         kv_cache_sf: Any = None,
+        out_scale: torch.Tensor | None = None,
     ) -> Any:
         problem = self._problem
         if problem is None:
@@ -370,6 +372,7 @@ class AttentionWrapper(Planned):
             additional=args,
             head_scales=head_scales,
             block_scales=block_scales,
+            output_scale=out_scale,
         )
         return (out, lse) if return_lse else out
 

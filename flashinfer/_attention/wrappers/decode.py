@@ -8,6 +8,7 @@ import torch
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
+from ...jit.attention.config import CODES, check_codes
 from ...trace.templates.attention import paged_decode_run_trace
 from ..checks import BLACKWELL, check_spare_block_tables, refuse, with_data_type
 from ..index_tensors import (
@@ -92,6 +93,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
     torch.Size([2, 32, 128])
     """
 
+    _makes_codes = True
+
     @flashinfer_constructor
     def __init__(
         self,
@@ -170,9 +173,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             c of ``c * tanh(logits / c)``; None and 0: none.
         q_data_type, kv_data_type, o_data_type : torch.dtype or str
             float16, bfloat16, float8_e4m3fn or float8_e5m2; the same or one of 8 bits for the
-            cache, with 16-bit queries also uint8 (4 bits: NVFP4); 16 bits for the output. The
-            default of the first is float16, and the others have the first's, so that 8-bit queries
-            need an `o_data_type`.
+            cache, with 16-bit queries also uint8 (4 bits: NVFP4); 16 bits for the output, or
+            float8_e4m3fn with `out_scale` of ``run``, for heads of 128 and at most 16 query rows of
+            a request to a KV head. The default of the first is float16, the others have the
+            first's, so that 8-bit queries need an `o_data_type`.
         data_type : torch.dtype or str, optional
             Stands in for those of `q_data_type` and `kv_data_type` that are left out; one of 8 bits
             is the cache's alone.
@@ -282,6 +286,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
                 causal=tokens > 1,
             )
         )
+        if spec.o_data_type == CODES:
+            check_codes(spec.head_dim_vo, tokens * spec.group_size)
         plan = self._check_plan_options(a.fixed_split_size, a.disable_split_kv, a.non_blocking)
         if self._paged_kv_last_page_len_buf is not None:
             batch_size = self._paged_kv_last_page_len_buf.numel()
@@ -346,6 +352,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
+        out_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         r"""Attention of the planned batch for one layer.
 
@@ -382,6 +389,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             The planned number, or None.
         kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
             As for ``BatchPrefillWithPagedKVCacheWrapper.run``.
+        out_scale : torch.Tensor, optional
+            ``[tokens, num_qo_heads]``, float32, any strides; for, and only for, an `o_data_type` of
+            float8_e4m3fn. Receives the factors of the codes of a token's head.
 
         Returns
         -------
@@ -398,8 +408,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
                 BLACKWELL,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             )
-        if q_len_per_req is not None:
-            self._check_q_len(q_len_per_req)
+        planned = 1 if self._problem is None else self._problem.requests.tokens_per_request
+        if q_len_per_req not in (None, planned):
+            raise ValueError(f"`q_len_per_req` must be {planned} as in plan(), got {q_len_per_req}")
         k, v = split_cache(paged_kv_cache)
         try:
             return self._launch(
@@ -417,6 +428,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
                 sinks=sinks,
                 enable_pdl=enable_pdl,
                 kv_cache_sf=kv_cache_sf,
+                out_scale=out_scale,
             )
         except ValueError as error:
             raise self._explained(error, q) from None
@@ -432,13 +444,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
             f"{error}: {requests.batch_size} requests were planned with `q_len_per_req` of "
             f"{requests.tokens_per_request}"
         )
-
-    def _check_q_len(self, q_len_per_req: int) -> None:
-        planned = 1 if self._problem is None else self._problem.requests.tokens_per_request
-        if q_len_per_req != planned:
-            raise ValueError(
-                f"`q_len_per_req` must be the {planned} of plan(), got {q_len_per_req}"
-            )
 
     @flashinfer_api
     def forward(

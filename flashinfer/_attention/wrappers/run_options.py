@@ -26,6 +26,7 @@ class DecodeRunOptions(RunOptions, total=False):
     """Keywords of decode."""
 
     q_len_per_req: int | None
+    out_scale: torch.Tensor | None
 
 
 class PrefillRunOptions(RunOptions, total=False):

@@ -15,6 +15,9 @@ from .hopper import check_hopper, hopper_tile_q, missing_on_hopper
 
 FLOAT16 = (torch.float16, torch.bfloat16)
 QUERIES = (*FLOAT16, *FLOAT8)
+CODES = torch.float8_e4m3fn
+"""Of outputs: each row of a head has a scale, as products of 8-bit blocks take them."""
+CODE_BLOCK = 128
 PACKED_FLOAT4 = torch.uint8
 """Of keys and values: two 4-bit codes (e2m1) a byte, beside scales of 16 of them (NVFP4)."""
 
@@ -96,8 +99,10 @@ class AttentionConfig(ModuleConfig):
     def __post_init__(self) -> None:
         check_dtype("q_data_type", self.dtype_q, QUERIES)
         check_dtype("kv_data_type", self.dtype_kv, kv_dtypes(self.dtype_q))
-        check_dtype("o_data_type", self.dtype_o, FLOAT16)
+        check_dtype("o_data_type", self.dtype_o, (*FLOAT16, CODES))
         check_head_dims(self.head_dim_qk, self.head_dim_vo)
+        if self.dtype_o == CODES:
+            check_codes(self.head_dim_vo, self.tile_q, self.tile_q_second > 0)
         if self.dtype_kv == PACKED_FLOAT4:
             _check_packed_head_dims(self.head_dim_qk, self.head_dim_vo)
         _check("tile_q_second", self.tile_q_second, (0, *TILES_SECOND))
@@ -192,6 +197,31 @@ def check_head_dims(head_dim_qk: int, head_dim_vo: int) -> None:
             raise ValueError(f"`{name}` must be a multiple of 16 from 16 to 512, got {size}")
     if head_dim_vo > 256 and head_dim_vo % 32:
         raise ValueError(f"`head_dim_vo` must be a multiple of 32 beyond 256, got {head_dim_vo}")
+
+
+def check_codes(head_dim_vo: int, rows: int, two_shapes: bool = False) -> None:
+    """Refuse outputs of 8 bits where no warp has a row of a head whole.
+
+    Parameters
+    ----------
+    head_dim_vo : int
+        Columns of values, which share a scale.
+    rows : int
+        Packed query rows of a request, or of a tile.
+    two_shapes : bool
+        Whether the launch has tiles of a second shape.
+
+    Raises
+    ------
+    ValueError
+        Unless heads have 128 columns, and rows are few.
+    """
+    most = DECODE_TILES[-1]
+    if head_dim_vo != CODE_BLOCK or rows > most or two_shapes:
+        raise ValueError(
+            f"`o_data_type` must not be float8_e4m3fn unless `head_dim` is {CODE_BLOCK} and a KV "
+            f"head has at most {most} query rows in a request, got {head_dim_vo} and {rows}"
+        )
 
 
 def kv_dtypes(dtype_q: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -82,6 +82,8 @@ def missing_on_hopper(
             f"`kv_data_type` {short_name(dtype_kv)} with `q_data_type` {short_name(dtype_q)}: it "
             "must be the same, or of 8 bits"
         )
+    if getattr(features, "dtype_o", None) == torch.float8_e4m3fn:
+        return "`o_data_type` float8_e4m3fn"
     if head_dims not in HEAD_DIMS:
         served = ", ".join(f"{qk}/{vo}" for qk, vo in HEAD_DIMS)
         return f"`head_dim_qk`/`head_dim_vo` {head_dims[0]}/{head_dims[1]}: there are {served}"

@@ -48,8 +48,8 @@ class AttentionModule(Planned):
         Bytes of the tensor in which its launches are prepared.
     bind, bind_second, options, mask, items, second, head_scales, block_scales, run : callable
         Exports of csrc/attention_jit_binding.cc, which says what they take.
-    lengths, profile : callable
-        Others, of modules with `device_lengths`, and of `profiled` ones.
+    lengths, profile, output_scale : callable
+        Others, of modules with `device_lengths`, of `profiled` ones, and of those with `CODES`.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class AttentionModule(Planned):
         self.second: Callable[..., None] = module.attention_second
         self.head_scales: Callable[..., None] = module.attention_head_scales
         self.block_scales: Callable[..., None] = module.attention_block_scales
+        self.output_scale: Callable[..., None] = module.attention_output_scale
         self.profile: Callable[..., None] = module.attention_profile
         self.run: Callable[..., None] = module.attention_run
         self._ctas_per_sm: Callable[[torch.Tensor], int] = module.attention_ctas_per_sm

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ..._common.checks import choice
+from ...jit.attention.config import CODES
+from ..check import default_check
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
 from .attention_arguments import (
@@ -29,9 +31,11 @@ from .attention_arguments import (
 )
 from .attention_reference import (
     _paged_attention_reference,
+    _paged_codes_reference,
     _ragged_attention_reference,
     _single_attention_reference,
 )
+from .block_scales import neighbouring_codes
 
 _FLOAT16 = ("bfloat16", "float16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -125,17 +129,29 @@ def results(
     destination: bool,
     o_dtype: bool = True,
     heads_first: bool = False,
+    codes: bool = False,
 ) -> dict[str, Value]:
-    """The outputs: always the result, with `lse` also the LSE, of `heads_first` [heads, tokens]."""
+    """The outputs: the result, with `lse` the LSE, of `heads_first` [heads, tokens].
+
+    `codes`: the result has 8 bits, with a scale for each token's head.
+    """
     outputs: dict[str, Value] = {
         "output": Tensor(
             [*tokens, "num_qo_heads", "head_dim_vo"],
             param="out" if destination else None,
             dtype_from_scalar="o_dtype" if o_dtype else None,
             dtype_from=None if o_dtype else "q",
-            dtypes=_FLOAT16,
+            dtypes=_FLOAT8[:1] if codes else _FLOAT16,
         )
     }
+    if codes:
+        outputs["out_scale"] = Tensor(
+            [*tokens, "num_qo_heads"],
+            param="out_scale",
+            dtype="float32",
+            returned=False,
+            description="Factor of a head's codes.",
+        )
     if lse:
         outputs["lse"] = Tensor(
             ["num_qo_heads", *tokens] if heads_first else [*tokens, "num_qo_heads"],
@@ -155,6 +171,7 @@ def paged_template(
     lse: bool,
     decode: bool = False,
     heads_first: bool = False,
+    codes: bool = False,
 ) -> TraceTemplate:
     """Template of a `run` whose keys are in pages."""
     tokens = "batch_size" if decode else "total_q"
@@ -187,16 +204,24 @@ def paged_template(
             **_ITEMS,
             **_HEAD_SCALES,
         },
-        outputs=results([tokens], lse=lse, destination=True, heads_first=heads_first),
+        outputs=results([tokens], lse=lse, destination=True, heads_first=heads_first, codes=codes),
         constraints=["len_indptr == batch_size + 1", *_HEAD_RULES],
         options=_FLAGS | ({} if decode or not lse else _lse_options(heads_first)),
         hints=["enable_pdl"],
         tags=["status:verified"],
-        reference=_paged_attention_reference,
+        reference=_paged_codes_reference if codes else _paged_attention_reference,
+        check=_near_codes if codes else None,
         gather=gather,
         predict=predict_planned,
         init=init,
     )
+
+
+def _near_codes(expected: Any, actual: Any) -> bool:
+    """Codes and scales near those of the reference; the LSE by its dtype."""
+    if not neighbouring_codes(expected[:2], actual[:2]):
+        return False
+    return default_check(tuple(expected[2:]), tuple(actual[2:]), min_cos_sim=None)
 
 
 def _prefix(name: str, lse: bool, heads_first: bool) -> str:
@@ -356,8 +381,36 @@ _several_queries = by_lse(
 )
 
 
+_one_query_codes = by_lse(
+    paged_template,
+    name="gqa_paged_decode_codes",
+    description=f"{_DECODE[:-1]}, with results of 8 bits.",
+    init=None,
+    gather=gather_paged_decode,
+    decode=True,
+    codes=True,
+)
+_several_queries_codes = by_lse(
+    paged_template,
+    name="gqa_paged_decode_multi_codes",
+    description=f"{_DECODE[:-1]}, with results of 8 bits.".replace("one query", "a few queries"),
+    init=None,
+    gather=gather_paged_decode,
+    codes=True,
+)
+
+
 def _decode_trace(**arguments: Any) -> TraceTemplate:
-    several = planned_problem(arguments).requests.tokens_per_request > 1
+    problem = planned_problem(arguments)
+    several = problem.requests.tokens_per_request > 1
+    has_codes, given = problem.spec.o_data_type == CODES, arguments.get("out_scale") is not None
+    if has_codes != given:
+        raise ValueError(
+            f"`out_scale` must be {'given' if has_codes else 'left out'} with `o_data_type` "
+            f"{problem.spec.o_data_type}"
+        )
+    if has_codes:
+        return (_several_queries_codes if several else _one_query_codes)(**arguments)
     return (_several_queries if several else _one_query)(**arguments)
 
 
@@ -365,6 +418,8 @@ paged_decode_run_trace: Callable[..., TraceTemplate] = _decode_trace
 paged_decode_run_trace.templates = [  # type: ignore[attr-defined]
     *_one_query.templates,  # type: ignore[attr-defined]
     *_several_queries.templates,  # type: ignore[attr-defined]
+    *_one_query_codes.templates,  # type: ignore[attr-defined]
+    *_several_queries_codes.templates,  # type: ignore[attr-defined]
 ]
 paged_prefill_run_trace = by_lse(
     paged_template,

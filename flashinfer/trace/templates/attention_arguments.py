@@ -473,5 +473,5 @@ def destinations(run: Arguments) -> dict[str, Any]:
     for name, allowed in _UNSUPPORTED.items():
         if name in run:
             choice(name, run[name], allowed)
-    kept = ("out", "lse", "enable_pdl", "lse_base", "lse_layout")
+    kept = ("out", "out_scale", "lse", "enable_pdl", "lse_base", "lse_layout")
     return {name: run[name] for name in kept if name in run}

@@ -342,3 +342,55 @@ def _paged_attention_reference(
         token_pos_in_items_ptr=token_pos_in_items_ptr,
     )
     return _lse_as(o, lse, lse_base, lse_layout)
+
+
+def _paged_codes_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    sm_scale: float,
+    qo_indptr: torch.Tensor | None = None,
+    v_scale: float = 1.0,
+    causal: bool = False,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    pos_encoding_mode: str = "NONE",
+    rope_scale: float = 1.0,
+    rope_theta: float = 1e4,
+    sinks: torch.Tensor | None = None,
+    q_head_scale: torch.Tensor | None = None,
+    k_head_scale: torch.Tensor | None = None,
+    v_head_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The o of _paged_attention_reference as codes of 8 bits times a scale for each token's head:
+    scale = max |o| / 448, at least 1e-10 / 448; code = o / scale in e4m3.
+
+    Source: as there; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.
+    """
+    o, lse = _paged_attention_reference(
+        q,
+        k_cache,
+        v_cache,
+        kv_indptr,
+        kv_indices,
+        kv_last_page_len,
+        sm_scale,
+        qo_indptr,
+        v_scale,
+        causal,
+        window_left,
+        logits_soft_cap,
+        pos_encoding_mode,
+        rope_scale,
+        rope_theta,
+        sinks=sinks,
+        q_head_scale=q_head_scale,
+        k_head_scale=k_head_scale,
+        v_head_scale=v_head_scale,
+    )
+    scale = o.float().abs().amax(-1).clamp(min=1e-10) / 448
+    codes = (o.float() / scale[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, scale, lse

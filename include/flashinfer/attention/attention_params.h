@@ -55,6 +55,12 @@ inline void set_soft_cap(CappedVariantParams& params) {
   params.soft_cap = SoftCapFactors(params.logits_soft_cap, scale, 1.44269504f);
 }
 
+// Where the scales of 8-bit outputs go, one for each token and query head.
+struct OutputScale {
+  float* data;
+  int64_t stride_token, stride_head;
+};
+
 // Scales of 4-bit rows: e4m3, one for 16 elements, of the rows' pages, tokens and heads.
 struct BlockScales {
   const uint8_t* data;
@@ -79,6 +85,7 @@ struct AttentionTensors {
   float v_scale;                         // multiplies the output
   HeadScales head_scales;
   BlockScales k_sf, v_sf;  // of 4-bit k and v, whose elements are pairs of codes
+  OutputScale o_scale;     // of an 8-bit o
 };
 
 // `Variant` is VariantParams or derives from it.

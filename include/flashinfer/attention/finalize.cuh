@@ -6,9 +6,11 @@
 #include <flashinfer/attention/tile_row.cuh>
 #include <flashinfer/attention/math.cuh>
 #include <flashinfer/attention/variant.cuh>
+#include <flashinfer/collective/group_max.cuh>
 #include <flashinfer/common/launch.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/ptx/pdl.cuh>
+#include <flashinfer/quantization/group_scale.cuh>
 
 namespace flashinfer {
 
@@ -40,6 +42,20 @@ __device__ __forceinline__ float output_scale(const AttentionTensors& tensors, u
   } else {
     return tensors.v_scale;
   }
+}
+
+// Whether outputs are codes, which a row's scale multiplies: a group of per-token quantisation.
+template <typename O>
+inline constexpr bool kIsCode = sizeof(O) == 1;
+inline constexpr float kLeastMagnitude = 1e-10f;  // of a row; a row of zeros has a scale, too
+
+// The row's scale; null unless outputs are codes.
+template <typename O>
+__device__ __forceinline__ float* scale_of_row(const AttentionTensors& tensors, int64_t token,
+                                               uint32_t qo_head_idx) {
+  if constexpr (!kIsCode<O>) return nullptr;
+  const OutputScale& scale = tensors.o_scale;
+  return scale.data + token * scale.stride_token + qo_head_idx * scale.stride_head;
 }
 
 // Where a finished row goes, and the factor of its values.
@@ -96,12 +112,43 @@ struct FinishedRow {
   }
 
   template <int N>
-  __device__ __forceinline__ void store(int column, const float (&values)[N]) {
-    float finished[N];
+  __device__ __forceinline__ Vector<float, N> finished(const float (&values)[N]) const {
+    Vector<float, N> result;
 #pragma unroll
-    for (int i = 0; i < N; ++i) finished[i] = value(values[i]);
+    for (int i = 0; i < N; ++i) result.elements[i] = value(values[i]);
+    return result;
+  }
+
+  template <int N>
+  __device__ __forceinline__ void store(int column, const float (&values)[N]) const {
+    store_finished(column, finished(values).elements);
+  }
+
+  // Stores a row of which each lane of a warp has a part: `visit(store)` calls `store(column,
+  // values)` for it, and does so again if the row's scale has to be found first.
+  template <typename Visit>
+  __device__ __forceinline__ void store_row(const Visit& visit, float* row_scale) const {
+    if constexpr (kIsCode<O>) {
+      MagnitudeMax<float> magnitude;
+      visit([&](int, const auto& values) { magnitude.include(finished(values)); });
+      const auto found =
+          scale::float32::of<code::e4m3>(magnitude.reduce<32>(), kLeastMagnitude, 1.f);
+      if (threadIdx.x % 32 == 0) *row_scale = found.stored;
+      visit([&](int column, const auto& values) {
+        auto codes = finished(values);
+        for (float& x : codes.elements) x = found.apply<float>(x);
+        store_finished(column, codes.elements);
+      });
+    } else {
+      visit([&](int column, const auto& values) { store(column, values); });
+    }
+  }
+
+ private:
+  template <int N>
+  __device__ __forceinline__ void store_finished(int column, const float (&values)[N]) const {
     Vector<O, N> vector;
-    vector.from_floats(finished);
+    vector.from_floats(values);
     vector.store(output + column);
   }
 };
@@ -210,15 +257,18 @@ __global__ void __launch_bounds__(kMergeThreads)
           qo_head_idx * tensors.o_stride_head,
       lse, variant, view, item.request, qo_idx, qo_head_idx, largest, sum,
       output_scale<Variant>(tensors, kv_head));
-  for (int vector = lane_idx; vector < kHeadDimVO / 4; vector += 32) {
-    float4 merged = {0.f, 0.f, 0.f, 0.f};
+  const auto for_each_vector = [&](const auto& store) {
+    for (int vector = lane_idx; vector < kHeadDimVO / 4; vector += 32) {
+      float4 merged = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warps_per_row) add_scaled(merged, shared_output[warp_idx + w][vector], weights[w]);
+      for (int w = 0; w < kWarps; ++w) {
+        if (w < warps_per_row) add_scaled(merged, shared_output[warp_idx + w][vector], weights[w]);
+      }
+      const float values[4] = {merged.x, merged.y, merged.z, merged.w};
+      store(vector * 4, values);
     }
-    const float values[4] = {merged.x, merged.y, merged.z, merged.w};
-    target.store(vector * 4, values);
-  }
+  };
+  target.store_row(for_each_vector, scale_of_row<O>(tensors, token, qo_head_idx));
 }
 
 #ifndef __CUDACC_RTC__

@@ -37,6 +37,10 @@ class RowWriter {
            row.qo_head_idx * tensors_.o_stride_head + blockIdx.y * Tile::kOutputDim;
   }
 
+  __device__ __forceinline__ float* scale_of(const QueryRow& row) const {
+    return scale_of_row<O>(tensors_, item_.qo_begin + int64_t{row.qo_idx}, row.qo_head_idx);
+  }
+
   // Address of a row's LSE; called only if LSE is wanted.
   __device__ __forceinline__ float* lse_of(const QueryRow& row) const {
     const int64_t token = item_.qo_begin + int64_t{row.qo_idx};

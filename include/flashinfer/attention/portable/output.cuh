@@ -13,7 +13,7 @@ template <typename Traits, typename Params>
 class OutputWriter : RowWriter<Traits, Params> {
   using Base = RowWriter<Traits, Params>;
   using Base::finish, Base::for_each_value, Base::is_finished, Base::partial_row, Base::output_row,
-      Base::query_row, Base::store_floats;
+      Base::query_row, Base::scale_of, Base::store_floats;
   using Base::item_, Base::kv_head_, Base::num_rows_, Base::params_, Base::shared_, Base::tensors_;
   using typename Base::O;
   using typename Base::Tile;
@@ -41,6 +41,8 @@ class OutputWriter : RowWriter<Traits, Params> {
   // leave as whole lines; the mma layout alone would store 16 bytes of a row at a time.
   static constexpr bool kStageOutput =
       !Tile::kSplitKV && sizeof(O) == 2 && Tile::kOutputDim <= Tile::kHeadDimQK;
+
+  static_assert(Tile::kSplitKV || !kIsCode<O>, "a row's scale is found where a warp has it whole");
 
   // Writes rows that belong to one warp.
   __device__ __forceinline__ void write_rows(const WarpState<Tile>& state) {
@@ -171,7 +173,7 @@ class OutputWriter : RowWriter<Traits, Params> {
       const QueryRow query = query_row(row);
       if (is_finished()) {
         auto target = finish(output_row(query), query, largest, sum, lane_idx == 0);
-        for_each_vector([&](int column, const auto& values) { target.store(column, values); });
+        target.store_row(for_each_vector, scale_of(query));
       } else {
         float* const partial = partial_row(row, largest, sum, lane_idx == 0);
         for_each_vector(
