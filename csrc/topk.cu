@@ -1,4 +1,4 @@
-#include <flashinfer/sampling/top_k/topk.cuh>
+#include <flashinfer/sampling/top_k/largest.cuh>
 #include <flashinfer/sampling/top_k/stream.cuh>
 
 #include "topk.h"
@@ -10,6 +10,9 @@ namespace flashinfer {
 cudaError_t top_k(const TopKParams& params, int device, int num_sms, bool enable_pdl,
                   cudaStream_t stream) {
   using Traits = TopKTraits<dtype::FLASHINFER_CFG_DTYPE, TopKOutput::FLASHINFER_CFG_OUTPUT>;
+  if constexpr (Traits::kOutput == TopKOutput::kValues) {
+    if (params.k == 1) return launch_largest<Traits>(params, device, num_sms, enable_pdl, stream);
+  }
   if (params.workspace) return launch_top_k_stream<Traits>(params, enable_pdl, stream);
   return launch_top_k<Traits>(params, device, num_sms, enable_pdl, stream);
 }

@@ -97,7 +97,7 @@ void check_rows(const Call& call, int64_t num_rows) {
 }
 
 int64_t bytes_needed(int64_t num_rows, int64_t num_cols, int64_t k) {
-  return TopKStream::suits(num_cols, k)
+  return TopKStream::suits(kOutput, num_cols, k)
              ? static_cast<int64_t>(TopKStream::workspace_bytes(num_rows))
              : 0;
 }
@@ -106,7 +106,7 @@ void check_workspace(const Call& call) {
   if (!call.workspace) return;
   const int64_t num_cols = call.input.dim(1);
   const int64_t needed = bytes_needed(call.input.dim(0), num_cols, call.k);
-  if (!TopKStream::suits(num_cols, call.k)) {
+  if (!TopKStream::suits(kOutput, num_cols, call.k)) {
     ffi::raise("ValueError", "`workspace` must be None for %lld columns and `k` %lld",
                static_cast<long long>(num_cols), static_cast<long long>(call.k));
   }

@@ -14,6 +14,7 @@ import torch
 
 import flashinfer
 from flashinfer import sampling, topk
+from flashinfer.jit.topk import TopKConfig, TopKOutput, gen_topk_module
 from flashinfer.sampling import _inputs
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("bindings_on_the_cpu")]
@@ -165,6 +166,17 @@ def test_unsigned_seeds_pass():
 def test_a_huge_k_is_refused_before_memory_is_taken():
     with pytest.raises(ValueError, match="`k` must be .* got 1000000000000000"):
         flashinfer.top_k(_probs(), 10**15)
+
+
+def test_the_largest_element_alone_takes_no_workspace():
+    input, output = torch.ones(4, 20_000), torch.empty(4, 1)
+    for of, needed in ((TopKOutput.RAGGED, True), (TopKOutput.VALUES, False)):
+        module = gen_topk_module(TopKConfig(torch.float32, of)).build_and_load()
+        assert bool(module.workspace_bytes(4, 20_000, 1)) == needed
+        assert module.workspace_bytes(4, 20_000, 2) > 0
+    workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="`workspace` must be None"):
+        module.top_k(output.long(), output, workspace, input, 1, False, 0, None)
 
 
 def test_integers_of_numpy_are_integers():

@@ -34,7 +34,9 @@ struct TopKStream {
     uint32_t index;
   };
 
-  static constexpr bool suits(int64_t num_cols, int64_t k) {
+  // The largest element alone takes one kernel (top_k/largest.cuh).
+  static constexpr bool suits(TopKOutput output, int64_t num_cols, int64_t k) {
+    if (output == TopKOutput::kValues && k == 1) return false;
     return num_cols >= kMinCols && num_cols <= kMaxCols && k <= kMaxK;
   }
 

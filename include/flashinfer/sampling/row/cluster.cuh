@@ -32,6 +32,15 @@ __device__ __forceinline__ uint64_t warp_sum_u64(uint64_t x) {
   return x;
 }
 
+// Over an aligned power-of-two part of a warp.
+__device__ __forceinline__ uint64_t warp_max_u64(uint64_t x, int width = 32) {
+#pragma unroll
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+    x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  }
+  return x;
+}
+
 // Sum over this lane and the lanes before it.
 __device__ __forceinline__ uint64_t warp_inclusive_sum(uint64_t x) {
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;

@@ -31,11 +31,6 @@ struct TopKWorkspace {
   }
 };
 
-// As float_to_key, but NaN counts as +inf.
-__device__ __forceinline__ uint32_t top_k_key(float x) {
-  return float_to_key(x != x ? -negative_infinity() : x);
-}
-
 // Scatters consecutive numbers over 32 bits, so that the sample has no period that data could
 // share.
 __device__ __forceinline__ uint32_t scatter_bits(uint32_t x) {
@@ -324,11 +319,8 @@ __global__ void __launch_bounds__(512, 2)
 #pragma unroll
   for (int i = 0; i < kMaxMine; ++i) {
     if (!(chosen >> i & 1)) continue;
-    // A key determines the value except for zeros and NaN.
-    const float value = key_to_float(keys[i]);
-    const bool told = value != 0.f && value < -negative_infinity();
     detail::write_top_k<Traits>(params, row_idx, storage.set.rank(indices[i]), indices[i],
-                                told ? from_float<T>(value) : window.data[indices[i]]);
+                                detail::value_of_key(keys[i], window.data + indices[i]));
   }
 }
 

@@ -36,6 +36,19 @@ struct NanIsInf {
   }
 };
 
+// As float_to_key, but NaN counts as +inf.
+__device__ __forceinline__ uint32_t top_k_key(float x) {
+  return float_to_key(x != x ? -negative_infinity() : x);
+}
+
+// The element of that key at `address`. A key determines the value except for zeros and NaN.
+template <typename T>
+__device__ __forceinline__ T value_of_key(uint32_t key, const T* address) {
+  const float value = key_to_float(key);
+  const bool told = value != 0.f && value < -negative_infinity();
+  return told ? from_float<T>(value) : *address;
+}
+
 // Writes output `slot` of a row: the element at index i of its window, or padding for i = -1.
 template <typename Traits>
 __device__ __forceinline__ void write_top_k(const TopKParams& params, uint32_t row_idx,
