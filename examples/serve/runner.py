@@ -14,6 +14,7 @@ import torch
 
 from . import kernels
 from .batch import Batch
+from .copies import to_device
 from .invariance import round_up, tile_rows
 from .model import Model
 from .rope import switch_length
@@ -179,8 +180,7 @@ class Runner:
             self._computed[chunk.slot] = chunk.start + len(chunk.tokens)
         new = [chunk.slot for chunk in chunks if chunk.start == 0]
         if new:
-            slots = torch.tensor(new, pin_memory=self.model.device.type == "cuda")
-            slots = slots.to(self.model.device, non_blocking=True)
+            slots = to_device(new, torch.int64, self.model.device)
             for states in self._states:
                 for state in states:
                     state[slots] = 0
@@ -204,8 +204,7 @@ class Runner:
             for chunk, end in zip(chunks, ends, strict=True)
             for row in range(end - 1 - chunk.drafts, end)
         ]
-        on_gpu = self.model.device.type == "cuda"
-        return torch.tensor(rows, pin_memory=on_gpu).to(self.model.device, non_blocking=True)
+        return to_device(rows, torch.int64, self.model.device)
 
     def _table(self, chunks: Sequence[Chunk], requests: int, tokens: int) -> Table:
         """On the host, with room for so many requests and tokens: those beyond have none."""
@@ -264,9 +263,7 @@ class Runner:
         rows = list(zip(starts[:-1], starts[1:], slots, strict=True))
         batch.prompts = [row for row in rows if row[1] - row[0] > 1]
         singles = [n for n, (start, end, _) in enumerate(rows) if end - start == 1]
-        on_gpu = self.model.device.type == "cuda"
-        singles_ = torch.tensor(singles, dtype=torch.int64, pin_memory=on_gpu)
-        batch.singles = singles_.to(self.model.device, non_blocking=True)
+        batch.singles = to_device(singles, torch.int64, self.model.device)
 
     def prepare(self, chunks: Sequence[Chunk], specs: Sequence[Any] | None = None) -> Batch:
         """What the layers of a step get, for calls of single layers.
