@@ -225,7 +225,8 @@ class Runner:
         table = Table.divide(packed, requests, tokens)
 
         def fill(part: torch.Tensor, values: list[int], rest: int = 0) -> None:
-            part.copy_(torch.tensor(values + [rest] * (len(part) - len(values))))
+            part[: len(values)].copy_(torch.tensor(values))
+            part[len(values) :].fill_(rest)
 
         fill(table.tokens, [token for chunk in chunks for token in chunk.tokens])
         fill(
@@ -234,6 +235,10 @@ class Runner:
             if self._switches
             else [],
         )
+        # A kernel finds those of longer chunks: see `_batch`.
+        decodes = all(len(chunk.tokens) == 1 for chunk in chunks)
+        fill(table.batch_indices, [*range(len(chunks))] if decodes else [], -1)
+        fill(table.positions, [length - 1 for length in lengths] if decodes else [])
         ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
         fill(table.qo_indptr, [0, *ends], ends[-1])
         fill(table.lengths, lengths)
@@ -275,9 +280,11 @@ class Runner:
         return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks), specs)[1]
 
     def _batch(self, table: Table, attended: int, decodes: bool) -> Batch:
-        batch_indices, positions = kernels.get_batch_indices_positions(
-            table.qo_indptr, table.lengths, len(table.tokens)
-        )
+        batch_indices, positions = table.batch_indices, table.positions
+        if not decodes:
+            batch_indices, positions = kernels.get_batch_indices_positions(
+                table.qo_indptr, table.lengths, len(table.tokens)
+            )
         return Batch(
             tokens=table.tokens,
             batch_indices=batch_indices,
