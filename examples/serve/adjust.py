@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .copies import to_device
 from .grammar import Matcher
 from .sampling import SamplingParams
 
@@ -74,7 +75,7 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
         found = [(row, a) for row, a in enumerate(adjustments) if a is not None and wanted(a)]
         if not found:
             return None
-        rows = _on_device([row for row, _ in found], torch.int64, logits.device)
+        rows = to_device([row for row, _ in found], torch.int64, logits.device)
         return rows, [adjustment for _, adjustment in found]
 
     if picked := chosen(lambda a: a.counts is not None):
@@ -83,7 +84,7 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
     if picked := chosen(lambda a: len(a.biased)):
         rows, having = picked
         counts = [len(a.biased) for a in having]
-        repeats = _on_device(counts, torch.int64, logits.device)
+        repeats = to_device(counts, torch.int64, logits.device)
         each = rows.repeat_interleave(repeats, output_size=sum(counts))  # without waiting for it
         where = (each, torch.cat([a.biased for a in having]))
         logits.index_put_(where, torch.cat([a.biases for a in having]), accumulate=True)
@@ -98,7 +99,7 @@ def adjust(logits: torch.Tensor, adjustments: Sequence[Adjustment | None]) -> to
 
 def _penalized(logits: torch.Tensor, having: Sequence[Adjustment]) -> torch.Tensor:
     def column(values: Sequence[float]) -> torch.Tensor:
-        return _on_device(values, torch.float32, logits.device)[:, None]
+        return to_device(values, torch.float32, logits.device)[:, None]
 
     counts = torch.stack([a.counts for a in having if a.counts is not None])
     in_prompt = torch.stack([a.in_prompt for a in having if a.in_prompt is not None])
@@ -109,12 +110,6 @@ def _penalized(logits: torch.Tensor, having: Sequence[Adjustment]) -> torch.Tens
     )
     logits = logits - column([a.params.frequency_penalty for a in having]) * counts
     return logits - column([a.params.presence_penalty for a in having]) * (counts > 0)
-
-
-def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies go through pinned memory: from other memory they wait for the device."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 def unpacked(words: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from .adjust import Adjustment, adjust
 from .ahead import FIRST_ROWS, Compilation, compile_all
 from .cache import PagePool
 from .checkpoint import load as load
+from .copies import to_device
 from .grammar import GrammarError
 from .invariance import sample_alone
 from .logprobs import PromptLogprobs
@@ -297,7 +298,7 @@ class Engine:
         step = None
         if draws:
             if len(rows) < len(logits):
-                logits = logits[torch.tensor(rows).to(logits.device)]
+                logits = logits[to_device(rows, torch.int64, logits.device)]
             step = Step.of(draws, logits, self._draw(draws, logits))
         # Last: a step that failed can be tried again.
         if step is not None:

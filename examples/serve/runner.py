@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -14,6 +13,8 @@ import torch
 
 from . import kernels
 from .batch import Batch
+from .copies import to_device
+from .graphs import Graph
 from .invariance import round_up, tile_rows
 from .model import Model
 from .rope import switch_length
@@ -22,18 +23,6 @@ from .table import Settings, Table
 WORKSPACE_BYTES = 128 << 20
 SCORED_ROWS = 256  # of which logits are in memory at a time: half a megabyte each
 UNKNOWN = (-1,)  # tokens of a chunk whose token is still being drawn
-
-
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """No cycle of objects is collected meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass
@@ -64,17 +53,6 @@ class Chunk:
     def end(self) -> int:
         """Tokens of the request that are computed then, without guesses."""
         return self.start + len(self.tokens) - self.drafts
-
-
-@dataclass
-class _Graph:
-    """A captured decode step for up to `capacity` requests, with the buffers it reads."""
-
-    capacity: int
-    table: Table
-    wrappers: dict[Any, Any]
-    graph: Any = None
-    rows: torch.Tensor | None = None  # logits, after the capture
 
 
 @dataclass
@@ -113,7 +91,7 @@ class Runner:
     workspace_bytes: int = WORKSPACE_BYTES
     prompt_backend: str = "auto"
     before_capture: Callable[[], None] = lambda: None
-    _graphs: dict[int, _Graph] = field(default_factory=dict)
+    _graphs: dict[int, Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, device = self.model.config, self.model.device
@@ -179,8 +157,7 @@ class Runner:
             self._computed[chunk.slot] = chunk.start + len(chunk.tokens)
         new = [chunk.slot for chunk in chunks if chunk.start == 0]
         if new:
-            slots = torch.tensor(new, pin_memory=self.model.device.type == "cuda")
-            slots = slots.to(self.model.device, non_blocking=True)
+            slots = to_device(new, torch.int64, self.model.device)
             for states in self._states:
                 for state in states:
                     state[slots] = 0
@@ -204,8 +181,7 @@ class Runner:
             for chunk, end in zip(chunks, ends, strict=True)
             for row in range(end - 1 - chunk.drafts, end)
         ]
-        on_gpu = self.model.device.type == "cuda"
-        return torch.tensor(rows, pin_memory=on_gpu).to(self.model.device, non_blocking=True)
+        return to_device(rows, torch.int64, self.model.device)
 
     def _table(self, chunks: Sequence[Chunk], requests: int, tokens: int) -> Table:
         """On the host, with room for so many requests and tokens: those beyond have none."""
@@ -226,7 +202,8 @@ class Runner:
         table = Table.divide(packed, requests, tokens)
 
         def fill(part: torch.Tensor, values: list[int], rest: int = 0) -> None:
-            part.copy_(torch.tensor(values + [rest] * (len(part) - len(values))))
+            part[: len(values)].copy_(torch.tensor(values))
+            part[len(values) :].fill_(rest)
 
         fill(table.tokens, [token for chunk in chunks for token in chunk.tokens])
         fill(
@@ -235,6 +212,10 @@ class Runner:
             if self._switches
             else [],
         )
+        # A kernel finds those of longer chunks: see `_batch`.
+        decodes = all(len(chunk.tokens) == 1 for chunk in chunks)
+        fill(table.batch_indices, [*range(len(chunks))] if decodes else [], -1)
+        fill(table.positions, [length - 1 for length in lengths] if decodes else [])
         ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
         fill(table.qo_indptr, [0, *ends], ends[-1])
         fill(table.lengths, lengths)
@@ -264,9 +245,7 @@ class Runner:
         rows = list(zip(starts[:-1], starts[1:], slots, strict=True))
         batch.prompts = [row for row in rows if row[1] - row[0] > 1]
         singles = [n for n, (start, end, _) in enumerate(rows) if end - start == 1]
-        on_gpu = self.model.device.type == "cuda"
-        singles_ = torch.tensor(singles, dtype=torch.int64, pin_memory=on_gpu)
-        batch.singles = singles_.to(self.model.device, non_blocking=True)
+        batch.singles = to_device(singles, torch.int64, self.model.device)
 
     def prepare(self, chunks: Sequence[Chunk], specs: Sequence[Any] | None = None) -> Batch:
         """What the layers of a step get, for calls of single layers.
@@ -278,9 +257,11 @@ class Runner:
         return self._on_device(host, count, all(len(c.tokens) == 1 for c in chunks), specs)[1]
 
     def _batch(self, table: Table, attended: int, decodes: bool) -> Batch:
-        batch_indices, positions = kernels.get_batch_indices_positions(
-            table.qo_indptr, table.lengths, len(table.tokens)
-        )
+        batch_indices, positions = table.batch_indices, table.positions
+        if not decodes:
+            batch_indices, positions = kernels.get_batch_indices_positions(
+                table.qo_indptr, table.lengths, len(table.tokens)
+            )
         return Batch(
             tokens=table.tokens,
             batch_indices=batch_indices,
@@ -323,23 +304,20 @@ class Runner:
             self._graphs[capacity] = self._new_graph(capacity)
         graph = self._graphs[capacity]
         host = self._table(chunks, capacity, round_up(capacity, self._tile))
-        graph.table.packed[: len(host.packed)].copy_(host.packed, non_blocking=True)
-        if tokens is not None:
-            graph.table.tokens[:count].copy_(tokens)
         pages = graph.table.kv_indices[: len(host.kv_indices)]  # where the wrappers want them
         # Wrappers for prompts plan every row, those beyond the batch without keys: the first plan
         # says how many rows there may be.
         prompts = self.batch_invariant or any(spec.plans_rows for spec in graph.wrappers)
         planned = capacity if prompts else count
-        starts = torch.arange(planned + 1, dtype=torch.int32)
-        self._plan(graph.wrappers, host, pages, starts)
-        if graph.graph is None:
-            return self._capture(graph)[:count]
-        graph.graph.replay()
-        assert graph.rows is not None
-        return graph.rows[:count]
+        with graph.overwriting():
+            graph.table.packed[: len(host.packed)].copy_(host.packed, non_blocking=True)
+            self._plan(graph.wrappers, host, pages, graph.starts[: planned + 1])
+        if tokens is not None:
+            graph.table.tokens[:count].copy_(tokens)
+        logits = self._capture(graph) if graph.graph is None else graph.replay()
+        return logits[:count]
 
-    def _new_graph(self, capacity: int) -> _Graph:
+    def _new_graph(self, capacity: int) -> Graph:
         longest = min(self.num_pages, -(-self.model.config.max_positions // self.page_size))
         pages = capacity * longest  # more than there are: prefixes are shared
         rows = round_up(capacity, self._tile)
@@ -349,27 +327,15 @@ class Runner:
         wrappers = {
             spec: spec.wrapper(self._settings, True, graph=table) for spec in self.model.specs
         }
-        return _Graph(capacity, table, wrappers)
+        return Graph(capacity, table, wrappers)
 
-    def _compute(self, graph: _Graph) -> torch.Tensor:
+    def _compute(self, graph: Graph) -> torch.Tensor:
         batch = self._batch(graph.table, graph.capacity, decodes=True)
         batch.attention = graph.wrappers
         rows = self.model.forward(batch, self.caches)[: graph.capacity]
+        graph.note_read()
         return self.model.logits(rows, self._tile)
 
-    def _capture(self, graph: _Graph) -> torch.Tensor:
+    def _capture(self, graph: Graph) -> torch.Tensor:
         self.before_capture()
-        # The first run compiles what is missing, and its result is this step's. A capture only
-        # records, so that the cache is written once.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            logits = self._compute(graph)
-        torch.cuda.current_stream().wait_stream(stream)
-        captured = torch.cuda.CUDAGraph()
-        # A capture ends in an error where other threads, or the collector that frees a former
-        # graph, make calls that it forbids.
-        with garbage_kept(), torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            graph.rows = self._compute(graph)
-        graph.graph = captured
-        return logits
+        return graph.capture(lambda: self._compute(graph))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import kernels
+from .copies import to_device
 
 if TYPE_CHECKING:
     from .grammar import Grammar
@@ -149,22 +151,18 @@ def sample(
     Returns
     -------
     torch.Tensor
-        ``[rows]`` int32, on the device.
+        ``[rows]`` int32, or int64 where every row is greedy, on the device.
     """
-    device = logits.device
     greedy = [p.temperature == 0 for p in params]
     best = None
     if any(greedy):
         # Not temperature 0, which draws among equal logits.
         lowest = kernels.TopKTieBreak.SMALL
-        best = kernels.top_k(logits, 1, tie_break=lowest)[1][:, 0].int()
+        best = kernels.top_k(logits, 1, tie_break=lowest)[1][:, 0]
         if all(greedy):
-            return best
+            return best  # as they are: a cast is a kernel more between two steps
 
-    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-        return pinned.to(device, non_blocking=True)
-
+    column = partial(to_device, device=logits.device)
     temperature = column([p.temperature or 1.0 for p in params], torch.float32)
     probs = kernels.softmax(logits.float(), temperature)
     kept = [max(p.top_k, 0) for p in params]
@@ -181,7 +179,7 @@ def sample(
     else:
         tokens = kernels.sampling_from_probs(probs, **keys)
     if best is not None:
-        tokens = torch.where(column(greedy, torch.bool), best, tokens)
+        tokens = torch.where(column(greedy, torch.bool), best.int(), tokens)
     return tokens
 
 

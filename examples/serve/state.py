@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .adjust import Adjustment
+from .copies import to_host
 from .logprobs import LogprobTensors, PromptLogprobs, TokenLogprob
 from .sampling import SamplingParams
 from .speculation import NgramIndex
@@ -106,7 +107,7 @@ class Step:
     """What the device is computing: these requests get these tokens, a row of logits each."""
 
     draws: list[Draw]
-    tokens: torch.Tensor  # on the device, for the next step
+    tokens: torch.Tensor  # on the device, for the next step: int32 or int64
     arriving: torch.Tensor  # on the host, valid after `arrived`
     logprobs: LogprobTensors | None  # likewise
     arrived: torch.cuda.Event | None
@@ -117,11 +118,7 @@ class Step:
         counts = [d.request.params.logprobs for d in draws]
         asked = [count for count in counts if count is not None]
         logprobs = LogprobTensors.of(logits, tokens, max(asked)) if asked else None
-        arriving = tokens.to("cpu", non_blocking=True)
-        arrived = None
-        if tokens.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record()
+        arriving, arrived = to_host(tokens)  # last: then the others have arrived as well
         return Step(draws, tokens, arriving, logprobs, arrived)
 
     @property

@@ -40,6 +40,8 @@ class Table:
     packed: torch.Tensor
     tokens: torch.Tensor
     rotations: torch.Tensor  # of each token; without switches of frequencies unused
+    batch_indices: torch.Tensor  # of each token, where every request has one; -1: padding
+    positions: torch.Tensor  # likewise; 0: padding
     qo_indptr: torch.Tensor
     lengths: torch.Tensor
     kv_indptr: torch.Tensor
@@ -50,10 +52,10 @@ class Table:
     @staticmethod
     def divide(packed: torch.Tensor, requests: int, tokens: int) -> Table:
         """Parts for so many requests and tokens; what is left is for page numbers."""
-        sizes = [tokens, tokens, requests + 1, requests, requests + 1, requests, requests]
+        sizes = [tokens] * 4 + [requests + 1, requests, requests + 1, requests, requests]
         return Table(packed, *packed.split([*sizes, len(packed) - sum(sizes)]))
 
     @staticmethod
     def length(requests: int, tokens: int, pages: int) -> int:
         """Elements of the whole."""
-        return 2 * tokens + 5 * requests + 2 + pages
+        return 4 * tokens + 5 * requests + 2 + pages

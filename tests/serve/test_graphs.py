@@ -10,14 +10,15 @@ import torch
 
 from examples.serve import checkpoint
 from examples.serve.engine import Engine, SamplingParams
+from examples.serve.graphs import Graph
 from examples.serve.model import Model
-from examples.serve.runner import Runner, _Graph
+from examples.serve.runner import Runner
 
 
 class _RepeatedOnCPU:
     """In place of a CUDA graph: runs the model again on the buffers, into the same result."""
 
-    def __init__(self, runner: Runner, graph: _Graph) -> None:
+    def __init__(self, runner: Runner, graph: Graph) -> None:
         self._runner, self._graph = runner, graph
         self.replays = 0
 
@@ -30,7 +31,7 @@ class _RepeatedOnCPU:
         self.replays += 1
 
 
-def _capture_on_cpu(runner: Runner, graph: _Graph) -> torch.Tensor:
+def _capture_on_cpu(runner: Runner, graph: Graph) -> torch.Tensor:
     graph.graph = _RepeatedOnCPU(runner, graph)
     logits = graph.graph()
     # Outputs of a capture have no values yet.
