@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.testing import assert_matches_reference
 from tests.attention.batches import (
     BF16,
     E4M3,
     E5M2,
     FP16,
     Batch,
-    check,
-    check_paged,
     plan_decode,
     workspace,
 )
@@ -53,6 +52,16 @@ def _check_near_16_bits(batch: Batch, device: torch.device, **plan) -> None:
     assert bool(((largest == 448) | (expected.abs().amax(-1) == 0)).all())
 
 
+def _check(wrapper, batch: Batch, device: torch.device, **run) -> None:
+    """`run` with and without LSE, against the reference."""
+    tensors = {"q": batch.query(device), "paged_kv_cache": batch.cache(device)}
+    for return_lse in (False, True):
+        run["out_scale"] = _scales(batch, device)
+        assert_matches_reference(
+            type(wrapper).run, self=wrapper, return_lse=return_lse, **tensors, **run
+        )
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3, E5M2])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 16])
 def test_against_16_bits(kv_dtype, group, device):
@@ -63,9 +72,9 @@ def test_against_16_bits(kv_dtype, group, device):
 def test_against_the_reference(dtype, device):
     batch = _decode(dtype=dtype, kv_dtype=E4M3)
     wrapper = plan_decode(batch, device)
-    check_paged(wrapper, batch, device, out_scale=_scales(batch, device))
+    _check(wrapper, batch, device)
     scales = {"q_scale": 1.5, "k_scale": 0.5, "v_scale": -2.5}
-    check_paged(wrapper, batch, device, out_scale=_scales(batch, device), **scales)
+    _check(wrapper, batch, device, **scales)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -73,7 +82,7 @@ def test_4_bit_caches(group, device):
     batch = _decode(group=group, kv_dtype=PACKED)
     arguments = packed_pages(batch, device) | {"out_scale": _scales(batch, device)}
     wrapper = plan_decode(batch, device)
-    check(type(wrapper).run, self=wrapper, **arguments)
+    assert_matches_reference(type(wrapper).run, self=wrapper, **arguments)
 
 
 @pytest.mark.parametrize("options", [{"window_left": 30}, {"logits_soft_cap": 5.0}])
@@ -82,7 +91,7 @@ def test_several_queries(tokens, options, device):
     lengths = (tokens, 64, 200, tokens)
     batch = _decode(lengths, qo_lens=(tokens,) * 4)
     wrapper = plan_decode(batch, device, q_len_per_req=tokens, **options)
-    check_paged(wrapper, batch, device, out_scale=_scales(batch, device))
+    _check(wrapper, batch, device)
 
 
 @pytest.mark.parametrize("lengths", [(30000,), (9000, 3, 20000, 0), (5000,) * 9])

@@ -124,21 +124,21 @@ struct FinishedRow {
     store_finished(column, finished(values).elements);
   }
 
-  // Stores a row of which each lane of a warp has a part: `visit(store)` calls `store(column,
-  // values)` for it, and does so again if the row's scale has to be found first.
+  // Stores a row of which each lane of a warp has some vectors: `visit(store)` calls `store(column,
+  // values)` for each. A row of codes has one for each lane.
   template <typename Visit>
   __device__ __forceinline__ void store_row(const Visit& visit, float* row_scale) const {
     if constexpr (kIsCode<O>) {
+      Vector<float, 4> row;
+      visit([&](int, const auto& values) { row = finished(values); });
       MagnitudeMax<float> magnitude;
-      visit([&](int, const auto& values) { magnitude.include(finished(values)); });
+      magnitude.include(row);
       const auto found =
           scale::float32::of<code::e4m3>(magnitude.reduce<32>(), kLeastMagnitude, 1.f);
-      if (threadIdx.x % 32 == 0) *row_scale = found.stored;
-      visit([&](int column, const auto& values) {
-        auto codes = finished(values);
-        for (float& x : codes.elements) x = found.apply<float>(x);
-        store_finished(column, codes.elements);
-      });
+      const int lane_idx = threadIdx.x % 32;
+      if (lane_idx == 0) *row_scale = found.stored;
+      for (float& x : row.elements) x *= found.reciprocal;
+      store_finished(lane_idx * 4, row.elements);
     } else {
       visit([&](int column, const auto& values) { store(column, values); });
     }
