@@ -13,7 +13,7 @@ namespace flashinfer {
 namespace {
 
 void run(ffi::Args& args) {
-  const PlanLayout& layout = exact_struct_in<PlanLayout>(args.tensor("layout"));
+  PlanLayout& layout = exact_struct_in<PlanLayout>(args.tensor("layout"));
   const PlanConfig& config = exact_struct_in<PlanConfig>(args.tensor("config"));
   const ffi::Tensor workspace = args.tensor("int_workspace_buffer");
   ffi::check_ndim(workspace, 1, 1);
@@ -25,6 +25,7 @@ void run(ffi::Args& args) {
                static_cast<long long>(given));
   }
   ffi::check_cuda(workspace);
+  layout.counters_offset = -1;  // the kernel writes none
   DevicePlanParams params = read_device_plan(args, layout, config, workspace);
   if (params.batch_size == 0) return;
   char* const bytes = static_cast<char*>(workspace.data());

@@ -112,6 +112,9 @@ FLASHINFER_FFI_EXPORT(attention_bind, args) {
   char* ints = static_cast<char*>(int_workspace.data());
   params.items = reinterpret_cast<const WorkItem*>(ints + plan.items_offset);
   params.merges = reinterpret_cast<const MergeItem*>(ints + plan.merges_offset);
+  if (plan.counters_offset >= 0 && !FLASHINFER_CFG_DEVICE_LENGTHS) {
+    params.counters = reinterpret_cast<uint32_t*>(ints + plan.counters_offset);
+  }
   char* floats = static_cast<char*>(float_workspace.data());
   params.partial_o = reinterpret_cast<float*>(floats);
   params.partial_sums = reinterpret_cast<float2*>(floats + plan.sums_offset);

@@ -137,7 +137,15 @@ void run(const PlanConfig& config, const std::vector<RequestGroup>& groups, Para
   params.num_merges = layout.num_merges;
   params.rows_per_slot = layout.rows_per_slot;
   params.merged_rows = layout.merged_rows;
+  if (layout.counters_offset >= 0) {
+    params.counters =
+        reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(plan.data()) + layout.counters_offset);
+  }
   if (attention(params, false, nullptr) != cudaSuccess) emulation::fail("no launch");
+  for (uint32_t i = 0; params.counters && i < layout.num_merges * params.num_kv_heads.divisor;
+       ++i) {
+    if (params.counters[i] != 0) emulation::fail("a counter that is not 0 for the next launch");
+  }
 }
 #endif
 

@@ -514,7 +514,7 @@ def test_faults_are_found(
     "statement, other",
     [
         ("magnitude.reduce<32>()", "magnitude.reduce<16>()"),
-        ("x *= found.reciprocal", "x *= found.reciprocal * 0.5f"),
+        ("*= found.reciprocal", "*= found.reciprocal * 0.5f"),
         ("token * scale.stride_token", "0"),
     ],
     ids=["half_of_a_row", "half_of_the_range", "one_token"],

@@ -106,6 +106,9 @@ struct AttentionParams {
   uint32_t num_merges;   // 0: no tile was split
   uint32_t rows_per_slot;
   uint32_t merged_rows;  // rows that one CTA merges
+  // [num_merges, num_kv_heads] parts that are written, 0 between launches; null: another kernel
+  // merges.
+  uint32_t* counters;
   FastDivisor num_kv_heads;
   FastDivisor group_size;  // num_qo_heads / num_kv_heads
   FastDivisor page_size;

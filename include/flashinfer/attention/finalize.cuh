@@ -137,7 +137,8 @@ struct FinishedRow {
           scale::float32::of<code::e4m3>(magnitude.reduce<32>(), kLeastMagnitude, 1.f);
       const int lane_idx = threadIdx.x % 32;
       if (lane_idx == 0) *row_scale = found.stored;
-      for (float& x : row.elements) x *= found.reciprocal;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) row.elements[i] *= found.reciprocal;
       store_finished(lane_idx * 4, row.elements);
     } else {
       visit([&](int column, const auto& values) { store(column, values); });
@@ -158,6 +159,56 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float w
   sum.z = fmaf(x.z, weight, sum.z), sum.w = fmaf(x.w, weight, sum.w);
 }
 
+// What a warp has added up of the parts of a row that was split.
+template <bool kSoftmax, int kHeadDimVO>
+struct MergedParts {
+  static constexpr int kVectors = (kHeadDimVO + 127) / 128;  // of 4 columns per lane
+  static constexpr int kBatch = kVectors == 1 ? 4 : 2;       // parts that are loaded together
+  float4 output[kVectors] = {};
+  float largest = -math::inf, sum = 0.f;
+
+  // Adds the parts in the slots `first`, first + step, ... that are among begin ... end - 1. All
+  // parts of a batch and their sums are loaded together, so that a batch waits once.
+  template <typename Params>
+  __device__ __forceinline__ void add(const Params& params, uint32_t kv_head, int row, int first,
+                                      int step, int begin, int end) {
+    for (; first < end; first += kBatch * step) {
+      float2 sums[kBatch + 1];
+      float4 values[kBatch][kVectors];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int slot = first + b * step;
+        const int64_t partial =
+            (int64_t{slot} * params.num_kv_heads.divisor + kv_head) * params.rows_per_slot + row;
+        const bool is_part = slot >= begin && slot < end;
+        sums[b] = is_part ? params.partial_sums[partial] : float2{-math::inf, 0.f};
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          const float* address = params.partial_o + partial * kHeadDimVO + column(i);
+          values[b][i] = is_part && column(i) < kHeadDimVO
+                             ? *reinterpret_cast<const float4*>(address)
+                             : float4{0.f, 0.f, 0.f, 0.f};
+        }
+      }
+      sums[kBatch] = float2{largest, sum};
+      float weights[kBatch + 1];
+      largest = -math::inf, sum = 0.f;
+      combine_sums<kSoftmax>([&](int b) { return sums[b]; }, weights, largest, sum);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        float4 merged = {0.f, 0.f, 0.f, 0.f};
+        add_scaled(merged, output[i], weights[kBatch]);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) add_scaled(merged, values[b][i], weights[b]);
+        output[i] = merged;
+      }
+    }
+  }
+
+  // First of the columns of this lane's vector `i`.
+  __device__ __forceinline__ static int column(int i) { return (i * 32 + threadIdx.x % 32) * 4; }
+};
+
 inline constexpr int kMergeThreads = 256;
 
 // Grid (num_merges * num_kv_heads, rows_per_slot / merged_rows). The warps of a row take its parts
@@ -166,7 +217,8 @@ template <typename Variant, typename O, int kHeadDimVO, typename Params>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ Params params) {
   constexpr int kWarps = kMergeThreads / 32;
-  constexpr int kVectors = (kHeadDimVO + 127) / 128;  // vectors of 4 columns per lane
+  using Parts = MergedParts<Variant::use_softmax, kHeadDimVO>;
+  constexpr int kVectors = Parts::kVectors;
   __shared__ float4 shared_output[kWarps][kVectors * 32];
   __shared__ float2 shared_sum[kWarps];
   const uint32_t merge_idx = params.num_kv_heads.divide(blockIdx.x);
@@ -187,57 +239,20 @@ __global__ void __launch_bounds__(kMergeThreads)
   ptx::grid_launch_and_wait();
   if (static_cast<int>(blockIdx.y) * rows_per_cta >= item.num_rows) return;
 
-  // All parts of a batch and their sums are loaded together, so that a batch waits once.
-  constexpr int kBatch = kVectors == 1 ? 4 : 2;
-  float largest = -math::inf, sum = 0.f;
-  float4 output[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) output[i] = float4{0.f, 0.f, 0.f, 0.f};
   const int slot_end = exists ? item.slot_end : 0;
   // A window leaves out other parts in front for another chunk of a prompt. Which parts are added
   // together must not depend on that, so those left out have places, too, and add nothing.
-  const int left_out = item.first_part % (kBatch * warps_per_row);
-  for (int first = item.slot_begin - left_out + row_warp; first < slot_end;
-       first += kBatch * warps_per_row) {
-    float2 sums[kBatch + 1];
-    float4 values[kBatch][kVectors];
+  Parts parts;
+  const int left_out = item.first_part % (Parts::kBatch * warps_per_row);
+  parts.add(params, kv_head, row, item.slot_begin - left_out + row_warp, warps_per_row,
+            item.slot_begin, slot_end);
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int slot = first + b * warps_per_row;
-      const int64_t partial =
-          (int64_t{slot} * params.num_kv_heads.divisor + kv_head) * params.rows_per_slot + row;
-      const bool is_part = slot >= item.slot_begin && slot < slot_end;
-      sums[b] = is_part ? params.partial_sums[partial] : float2{-math::inf, 0.f};
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int column = (i * 32 + lane_idx) * 4;
-        values[b][i] =
-            is_part && column < kHeadDimVO
-                ? *reinterpret_cast<const float4*>(params.partial_o + partial * kHeadDimVO + column)
-                : float4{0.f, 0.f, 0.f, 0.f};
-      }
-    }
-    sums[kBatch] = float2{largest, sum};
-    float weights[kBatch + 1];
-    largest = -math::inf, sum = 0.f;
-    combine_sums<Variant::use_softmax>([&](int b) { return sums[b]; }, weights, largest, sum);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float4 merged = {0.f, 0.f, 0.f, 0.f};
-      add_scaled(merged, output[i], weights[kBatch]);
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) add_scaled(merged, values[b][i], weights[b]);
-      output[i] = merged;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) shared_output[warp_idx][i * 32 + lane_idx] = output[i];
-  if (lane_idx == 0) shared_sum[warp_idx] = float2{largest, sum};
+  for (int i = 0; i < kVectors; ++i) shared_output[warp_idx][i * 32 + lane_idx] = parts.output[i];
+  if (lane_idx == 0) shared_sum[warp_idx] = float2{parts.largest, parts.sum};
   __syncthreads();
   if (!exists || row_warp != 0) return;
 
-  float weights[kWarps];
-  largest = -math::inf, sum = 0.f;
+  float weights[kWarps], largest = -math::inf, sum = 0.f;
   combine_sums<Variant::use_softmax>(
       [&](int w) { return w < warps_per_row ? shared_sum[warp_idx + w] : float2{-math::inf, 0.f}; },
       weights, largest, sum);
@@ -273,10 +288,11 @@ __global__ void __launch_bounds__(kMergeThreads)
 
 #ifndef __CUDACC_RTC__
 
-// Merges the partial results that an attention launch left in the workspace, if any.
+// Merges the partial results that an attention launch left in the workspace, if any: those that its
+// own CTAs did not merge.
 template <typename Variant, typename O, int kHeadDimVO, typename Params>
 inline cudaError_t launch_merge(const Params& params, bool enable_pdl, cudaStream_t stream) {
-  if (params.num_merges == 0) return cudaSuccess;
+  if (params.num_merges == 0 || params.counters != nullptr) return cudaSuccess;
   return launch_kernel(merge_kernel<Variant, O, kHeadDimVO, Params>,
                        dim3(params.num_merges * params.num_kv_heads.divisor,
                             ceil_div(params.rows_per_slot, params.merged_rows)),

@@ -375,7 +375,7 @@ class ColumnItems {
     const bool is_split = in.first < in.last;
     item.partial_slot = is_split ? column_ + totals_.merge_of(*params_, placed, in) : -1;
     item.next = -1;
-    item.lists_taken = 0;
+    item.merge_or_taken = 0;
   }
 
   const DevicePlanParams* params_;

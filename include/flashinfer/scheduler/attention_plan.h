@@ -71,6 +71,8 @@ class AttentionPlanner {
     char* bytes = static_cast<char*>(buffer);
     write_items(reinterpret_cast<WorkItem*>(bytes + layout_.items_offset));
     write_merges(reinterpret_cast<MergeItem*>(bytes + layout_.merges_offset));
+    if (layout_.counters_offset < 0) return;
+    std::fill_n(reinterpret_cast<uint32_t*>(bytes + layout_.counters_offset), num_counters(), 0u);
   }
 
   const PlanLayout& layout() const { return layout_; }
@@ -85,6 +87,7 @@ class AttentionPlanner {
     int32_t slot;    // negative: the tile is not split
     int32_t column;  // for equal shares
     int64_t cost;
+    int32_t merge = 0;  // of a split tile
   };
   bool is_cut(const Tile& tile, const Piece& piece) const {
     return piece.kv_begin != tile.kv_begin || piece.kv_end != tile.kv_end;
@@ -230,6 +233,7 @@ class AttentionPlanner {
         ++num_merges_;
         max_cut_rows_ = std::max(max_cut_rows_, tile_rows(tile));
       }
+      piece.merge = static_cast<int32_t>(num_merges_ - 1);
     }
   }
 
@@ -319,11 +323,23 @@ class AttentionPlanner {
     }
     layout.merged_rows = merged_rows();
     layout.merges_offset = 0;
-    layout.items_offset = ceil_div(layout.num_merges * sizeof(MergeItem), 128) * 128;
+    const int64_t merges_end = layout.num_merges * sizeof(MergeItem);
+    layout.counters_offset = kernel_merges() ? merges_end : -1;
+    layout.items_offset = ceil_div(merges_end + num_counters() * sizeof(uint32_t), 128) * 128;
     layout.int_bytes = layout.items_offset + max_items * sizeof(WorkItem);
     layout.used_bytes = layout.items_offset + used_items * sizeof(WorkItem);
     layout.sums_offset = sums_offset(layout.num_slots);
     layout.float_bytes = layout.sums_offset + layout.num_slots * slot_rows() * kSumsBytes;
+  }
+
+  // A CTA merges few parts sooner than a kernel that waits for all CTAs, many later.
+  bool kernel_merges() const {
+    constexpr int64_t kMostParts = 4;  // on average
+    return config_->can_merge() && layout_.num_merges > 0 &&
+           layout_.num_slots <= kMostParts * layout_.num_merges;
+  }
+  int64_t num_counters() const {
+    return layout_.counters_offset < 0 ? 0 : layout_.num_merges * config_->num_kv_heads;
   }
 
   int64_t num_pieces() const { return are_whole_ ? tiles_.size() : pieces_.size(); }
@@ -413,12 +429,13 @@ class AttentionPlanner {
   }
 
   void write_item(const Tile& tile, WorkItem& item) const {
-    write_item(tile, tile.kv_begin, tile.kv_end, -1, item);
+    write_item(tile, tile.kv_begin, tile.kv_end, -1, 0, item);
   }
   void write_item(const Piece& piece, WorkItem& item) const {
-    write_item(tiles_[piece.tile], piece.kv_begin, piece.kv_end, piece.slot, item);
+    const int32_t merge = layout_.counters_offset < 0 ? 0 : piece.merge;
+    write_item(tiles_[piece.tile], piece.kv_begin, piece.kv_end, piece.slot, merge, item);
   }
-  void write_item(const Tile& tile, int32_t kv_begin, int32_t kv_end, int32_t slot,
+  void write_item(const Tile& tile, int32_t kv_begin, int32_t kv_end, int32_t slot, int32_t merge,
                   WorkItem& item) const {
     const PlanRequest& request = groups_[group_of(tile)]->requests[tile.request];
     item.request = tile.request;
@@ -432,7 +449,7 @@ class AttentionPlanner {
     item.kv_end = kv_end;
     item.partial_slot = slot;
     item.next = -1;
-    item.lists_taken = 0;
+    item.merge_or_taken = merge;
   }
 
   // Writes the merges in order of the tiles. Merges of a graph that this plan does not need have no

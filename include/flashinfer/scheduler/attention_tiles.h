@@ -64,6 +64,11 @@ struct PlanConfig {
   bool takes_heads_in_turn(int64_t lists) const {
     return piece_tiles == 1 ? tile_q > 16 : lists >= 8 * cta_slots;
   }
+  // Whether the kernel can merge: that for decode, whose CTAs have all columns of a row. With a
+  // fixed split size the order of adding must not depend on who merges.
+  bool can_merge() const {
+    return tile_q <= 16 && tile_q_second == 0 && fixed_split_size == 0 && head_dim_vo <= 256;
+  }
   bool is_graph() const { return graph_batch_size >= 0; }
   bool takes(int64_t rows) const { return least_rows <= rows && rows <= most_rows; }
 };

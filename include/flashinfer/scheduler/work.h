@@ -7,7 +7,8 @@
 //
 // A tile whose KV range was split writes its parts to the workspace: slot s of KV head h holds
 // rows_per_slot rows of fp32 output and their softmax sums. A MergeItem names the slots to merge,
-// in order of KV.
+// in order of KV. A kernel of its own merges, or the CTA that writes the last part: there are
+// counters then, one for each merge and KV head, 0 between launches.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +27,9 @@ struct alignas(16) WorkItem {
   int32_t kv_end;     // [tokens]
   int32_t partial_slot;  // negative: write o itself
   int32_t next;          // index of the CTA's next item; negative: none
-  // Number of lists taken so far, kept in items[0] of launches whose CTAs take lists dynamically.
-  // It is 0 between launches.
-  int32_t lists_taken;
+  // A split tile's number among the merges, if the kernel merges. Or, in items[0] of launches whose
+  // CTAs take lists dynamically, the number of lists taken so far; it is 0 between launches.
+  int32_t merge_or_taken;
 };
 static_assert(sizeof(WorkItem) == 48, "three 16-byte loads");
 

@@ -78,9 +78,10 @@ class TileWorker {
     ptx::grid_launch_dependents();
     const typename Profile::Span span(profile_, AttentionEvent::kOutput);
     rows_.end(state_);
-    OutputWriter<Traits, Params>(params_, tensors_, item_, kv_head_, num_rows_, rows_.variant,
-                                 rows_.view, shared_, stages_)
-        .write(state_);
+    OutputWriter<Traits, Params> writer(params_, tensors_, item_, kv_head_, num_rows_,
+                                        rows_.variant, rows_.view, shared_, stages_);
+    writer.write(state_);
+    writer.merge_if_last();
   }
 
  private:

@@ -4,6 +4,7 @@
 
 #include <flashinfer/attention/portable/products.cuh>
 #include <flashinfer/attention/row_writer.cuh>
+#include <flashinfer/ptx/progress.cuh>
 
 namespace flashinfer {
 
@@ -36,7 +37,34 @@ class OutputWriter : RowWriter<Traits, Params> {
     }
   }
 
+  // Merges the rows of a split tile if this was the last of their parts to be written.
+  __device__ __forceinline__ void merge_if_last() {
+    if constexpr (kMerges) {
+      if (is_finished() || params_.counters == nullptr) return;
+      const int number = item_.merge_or_taken;
+      const MergeItem& merge = params_.merges[number];
+      bool& is_last = *reinterpret_cast<bool*>(stages_);
+      __syncthreads();  // all have written their rows
+      if (threadIdx.x == 0) {
+        uint32_t* const counter =
+            params_.counters + number * params_.num_kv_heads.divisor + kv_head_;
+        ptx::release();
+        const uint32_t parts = ptx::count_and_see(counter, 1) + 1;
+        is_last = parts == static_cast<uint32_t>(merge.slot_end - merge.slot_begin);
+        if (is_last) *counter = 0;  // for the next launch
+      }
+      __syncthreads();
+      if (!is_last) return;
+      for (int row = threadIdx.x / 32; row < num_rows_; row += kAttentionWarps) {
+        merge_row(row, merge.slot_begin, merge.slot_end);
+      }
+    }
+  }
+
  private:
+  static constexpr bool kMerges = Tile::kSplitKV && Tile::kNumOutputParts == 1 &&
+                                  !Params::kReadsLengths && !Params::kHasSecondVariant;
+
   // Finished rows of 16-bit outputs pass through the warp's own query rows in shared memory and
   // leave as whole lines; the mma layout alone would store 16 bytes of a row at a time.
   static constexpr bool kStageOutput =
@@ -97,6 +125,24 @@ class OutputWriter : RowWriter<Traits, Params> {
         *reinterpret_cast<uint4*>(static_cast<O*>(tensors_.o) + offset + column) = values;
       }
     }
+  }
+
+  __device__ __forceinline__ void merge_row(int row, int begin, int end) const {
+    using Parts = MergedParts<Variant::use_softmax, Tile::kHeadDimVO>;
+    Parts parts;
+    parts.add(params_, kv_head_, row, begin, 1, begin, end);
+    const QueryRow query = query_row(row);
+    const auto target =
+        finish(output_row(query), query, parts.largest, parts.sum, threadIdx.x % 32 == 0);
+    const auto for_each_vector = [&](const auto& store) {
+#pragma unroll
+      for (int i = 0; i < Parts::kVectors; ++i) {
+        const float4& x = parts.output[i];
+        const float values[4] = {x.x, x.y, x.z, x.w};
+        if (Parts::column(i) < Tile::kHeadDimVO) store(Parts::column(i), values);
+      }
+    };
+    target.store_row(for_each_vector, scale_of(query));
   }
 
   // Column of the transposed output's element in the upper (0) or lower (1) half of the rows of

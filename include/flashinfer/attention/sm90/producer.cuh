@@ -116,7 +116,7 @@ class HopperProducer {
   // CTA starts with the list of its own number, which needs no wait. Each CTA asks once in vain,
   // and the last one resets the counter for the next launch.
   __device__ __forceinline__ int take_list(uint32_t& kv_head) {
-    int32_t* const counter = const_cast<int32_t*>(&params_.items[0].lists_taken);
+    int32_t* const counter = const_cast<int32_t*>(&params_.items[0].merge_or_taken);
     const uint32_t num_lists = params_.num_ctas.divisor * params_.num_kv_heads.divisor;
     const uint32_t list =
         is_first_ ? blockIdx.x : gridDim.x + static_cast<uint32_t>(atomicAdd(counter, 1));
