@@ -226,7 +226,7 @@ def _few(base: GemmConfig, rows: int, columns: int) -> Iterator[GemmConfig]:
             yield replace(tile, cluster_columns=2)
     # Tokens are loaded by half as many tiles; more columns would take a second round.
     if rows <= 64 and columns <= 32 * 128:
-        yield replace(base, tile_rows=64, consumers=1, splits=3)
+        yield replace(base, tile_rows=64, consumers=2, splits=3)
 
 
 def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfig]:

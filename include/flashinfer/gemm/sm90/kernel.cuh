@@ -33,7 +33,7 @@ __device__ __forceinline__ void init_gemm_barriers(GemmControl<Tile>& control) {
 }
 
 template <typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
+__global__ void __launch_bounds__(Tile::kLaunchThreads, 1)
     gemm_sm90_kernel(const __grid_constant__ GemmKernelParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];

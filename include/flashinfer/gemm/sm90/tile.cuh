@@ -61,7 +61,11 @@ struct GemmTile : Config {
       : Config::kScale == GemmScale::block || Config::kScale == GemmScale::group ? 72
       : Config::kGathers                                                         ? 56
                                                                                  : 40;
-  static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
+  // Few rows of few columns leave registers and shared memory of an SM to the small kernels before:
+  // theirs and these CTAs wait beside each other then, and weights arrive meanwhile.
+  static constexpr bool kLeavesRoom = kDividesRight && kTileColumns == 128;
+  static constexpr int kLaunchThreads = kLeavesRoom ? 512 : kThreads;  // that registers are for
+  static constexpr int kConsumerRegisters = kLeavesRoom ? 152 : 252 - kProducerRegisters / 2;
   // A single consumer has the most registers per thread from the start.
   static constexpr bool kMovesRegisters = kConsumers > 1;
 
@@ -154,7 +158,7 @@ struct GemmTile : Config {
                                     Config::kGroups == GemmGroups::lengths ||
                                     Config::kGroups == GemmGroups::masked;
   static constexpr int kTableBytes = kHasTable ? (kMaxGroups + 2) * 8 : 0;
-  static constexpr int kMaxBytes = 227 << 10;
+  static constexpr int kMaxBytes = (kLeavesRoom ? 214 : 227) << 10;
   static constexpr int fitting_stages(int store_buffers) {
     const int fixed = store_buffers * kConsumers * kStoreBytes + kPartialBytes + kTableBytes +
                       kMaximaBytes + kScaleStages * kScaleBytes + 80;
