@@ -95,6 +95,7 @@ class Plan:
     info: dict[str, Any]  # the layout
     items: np.ndarray
     merges: np.ndarray
+    counters: np.ndarray  # empty: the kernel does not merge
     columns: list[list[int]] = field(default_factory=list)  # items of each CTA column
 
     def pieces(self) -> np.ndarray:
@@ -151,7 +152,9 @@ def read_plan(info: dict[str, Any], workspace: torch.Tensor) -> Plan:
     size = (len(raw) - behind) // ITEM.itemsize * ITEM.itemsize
     items = raw[behind : behind + size].view(ITEM)
     merges = raw[info["merges_offset"] :][: info["num_merges"] * MERGE.itemsize].view(MERGE)
-    plan = Plan(info, items, merges)
+    first = info["counters_offset"]
+    counters = raw[first:behind] if first >= 0 else raw[:0]
+    plan = Plan(info, items, merges, counters[: len(counters) // 4 * 4].view(np.uint32))
     seen: set[int] = set()
     for cta in range(info["num_ctas"]):
         column, index = [], cta
@@ -254,6 +257,12 @@ def check_slots(options: Options, plan: Plan) -> None:
         for slot in range(merge["slot_begin"], merge["slot_end"]):
             for name in ("kind", "request", "qo_begin", "qo_len", "kv_len", "row_begin"):
                 assert by_slot[slot][name] == merge[name]
+    if info["counters_offset"] >= 0:
+        count = info["num_merges"] * options.num_kv_heads
+        assert len(plan.counters) >= count and not np.any(plan.counters[:count])
+        for number, merge in enumerate(used):
+            for slot in range(merge["slot_begin"], merge["slot_end"]):
+                assert by_slot[slot]["merge_or_taken"] == number
     rows = info["num_slots"] * options.num_kv_heads * info["rows_per_slot"]
     assert info["sums_offset"] >= rows * options.head_dim_vo * 4 and info["sums_offset"] % 256 == 0
     assert info["float_bytes"] == info["sums_offset"] + rows * 8

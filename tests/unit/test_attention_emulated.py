@@ -522,3 +522,18 @@ def test_faults_are_found(
 def test_faults_of_codes_are_found(emulator: Emulator, statement: str, other: str):
     emulator.substitute("flashinfer/attention/finalize.cuh", statement, other)
     assert emulator.find_fault(make_config(128, 128, 8, {"dtype_o": E4M3}), cases=20)
+
+
+@pytest.mark.parametrize(
+    "statement, other",
+    [
+        ("if (is_last) *counter = 0;", ""),
+        ("ptx::count_and_see(counter, 1) + 1;", "ptx::count_and_see(counter, 1) + 2;"),
+        ("parts.add(params_, kv_head_, row, begin, 1, begin, end);",
+         "parts.add(params_, kv_head_, row, begin, 1, begin, end - 1);"),
+    ],
+    ids=["counter_stays", "a_part_too_soon", "without_the_last_part"],
+)  # fmt: skip
+def test_faults_of_merging_are_found(emulator: Emulator, statement: str, other: str):
+    emulator.substitute("flashinfer/attention/portable/output.cuh", statement, other)
+    assert emulator.find_fault(make_config(64, 64, 8, {}), cases=60)

@@ -148,7 +148,10 @@ def test_fixed_split_size_cuts_a_request_the_same_in_every_batch(one, other, siz
 
 # ---- CUDA graphs ----
 
-FIXED = ("num_ctas", "num_merges", "rows_per_slot", "items_offset", "merges_offset", "num_slots")
+FIXED = (
+    *("num_ctas", "num_merges", "rows_per_slot", "num_slots"),
+    *("items_offset", "merges_offset", "counters_offset"),
+)
 
 
 @FUZZ
@@ -181,6 +184,28 @@ def test_a_graph_replays_for_every_batch_within_its_capacity(data, tiles, split,
         assert plan.info["int_bytes"] <= int_bytes
         check_covers(options, plan, group)
         check_slots(options, plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "merges"),
+    [
+        ({}, True),
+        ({"kv_len": (9000,) * 2}, False),  # many parts each
+        ({"tile_q": 64}, False),
+        ({"tile_q_second": 64}, False),
+        ({"fixed_split_size": 1024}, False),
+        ({"head_dim_vo": 512}, False),
+        ({"disable_split_kv": True}, False),
+        ({"graph_batch_size": 64, "graph_qo_tokens": 64, "graph_qo_len": 1}, True),
+        ({"graph_batch_size": 4, "graph_qo_tokens": 40, "graph_qo_len": 1}, False),
+    ],
+)
+def test_the_kernel_merges_few_parts_alone(changes, merges):
+    lengths = changes.pop("kv_len", tuple(range(2000, 4000, 50))[: changes.get("graph_batch_size")])
+    options = Options(cta_slots=264, **changes)
+    plan = make_plan(options, Requests(1, lengths))
+    assert (plan.info["counters_offset"] >= 0) == merges
+    check_slots(options, plan)
 
 
 def test_growing_past_a_graphs_capacity_is_refused():
