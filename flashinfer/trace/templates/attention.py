@@ -229,7 +229,8 @@ def _near_codes(expected: Any, actual: Any) -> bool:
     room = x.abs() * 2**-3 + scale[..., None] * 448 * 2**-8
     if not bool(((y - x).abs() <= room).logical_or(~x.isfinite()).all()):
         return False
-    return default_check(tuple(others), tuple(got_others), min_cos_sim=None)
+    # A soft cap moves all logits of a row alike.
+    return default_check(tuple(others), tuple(got_others), rtol=0.0, atol=5e-3, min_cos_sim=None)
 
 
 def _prefix(name: str, lse: bool, heads_first: bool) -> str:
