@@ -261,11 +261,11 @@ FLASHINFER_FFI_EXPORT(attention_run, args) {
   AttentionLaunch& launch = bound_launch_of(args);
   auto params = launch.params;
   VariantParams& variant = params.variant;
+  take_output_scale(launch);  // also if this run is refused
   const RunTensors given = read_tensors(args, launch, 0, FLASHINFER_CFG_PAGED, params.tensors[0]);
   variant.sm_scale = static_cast<float>(args.number("sm_scale"));
   set_soft_cap(params.variant);
   take_block_scales(launch, params.tensors[0]);
-  take_output_scale(launch);
   params.tensors[0].v_scale = static_cast<float>(args.number("v_scale") * kUnit);
   variant.window_left = static_cast<int32_t>(args.integer("window_left"));
   const Tensor sinks = args.optional_tensor("sinks");

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.jit.attention.config import AttentionConfig
+from flashinfer.jit.attention.config import AttentionConfig, check_output_scale
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -76,6 +76,15 @@ def test_other_wrappers_have_no_codes():
 def test_scales_that_are_refused(out_scale, message):
     with pytest.raises(ValueError, match=message):
         _run(_plan(), out_scale=out_scale)
+
+
+def test_scales_are_asked_for_before_a_launch():
+    scale = torch.ones(2, 32)
+    check_output_scale(E4M3, scale)
+    check_output_scale(BF16, None)
+    for dtype, given in ((E4M3, None), (BF16, scale), (torch.float16, scale)):
+        with pytest.raises(ValueError, match="`out_scale` must be (given|left out)"):
+            check_output_scale(dtype, given)
 
 
 def test_scales_of_16_bits_are_refused():

@@ -14,7 +14,7 @@ from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
 from ..._compile.handles import Planned
-from ...jit.attention.config import PACKED_FLOAT4
+from ...jit.attention.config import PACKED_FLOAT4, check_output_scale
 from ..backends import is_backend_supported, prepare_jit_additional_args
 from ..checks import (
     HeadScales,
@@ -339,6 +339,7 @@ class AttentionWrapper(Planned):
         if kv_cache_sf is not None or spec.kv_data_type is PACKED_FLOAT4:
             check_block_scales(spec.kv_data_type, kv_cache_sf)
             block_scales = split_cache(kv_cache_sf, "kv_cache_sf")
+        check_output_scale(spec.o_data_type, out_scale)
         if window_left is None:
             window_left = spec.window_left
         elif window_left != spec.window_left:

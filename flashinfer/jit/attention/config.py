@@ -224,6 +224,19 @@ def check_codes(head_dim_vo: int, rows: int, two_shapes: bool = False) -> None:
         )
 
 
+def check_output_scale(o_dtype: torch.dtype, out_scale: object) -> None:
+    """Refuse a run that gives no place for the scales of 8-bit outputs, or gives one for others.
+
+    Raises
+    ------
+    ValueError
+        If `out_scale` is None with `CODES`, or is not with another type.
+    """
+    if (o_dtype == CODES) == (out_scale is None):
+        wanted = "given" if out_scale is None else "left out"
+        raise ValueError(f"`out_scale` must be {wanted} with `o_data_type` {torch_name(o_dtype)}")
+
+
 def kv_dtypes(dtype_q: torch.dtype) -> tuple[torch.dtype, ...]:
     """The types of keys and values that queries of a type may have."""
     packed = (PACKED_FLOAT4,) if dtype_q in FLOAT16 else ()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..._common.checks import choice
-from ...jit.attention.config import CODES
+from ...jit.attention.config import CODES, check_output_scale
 from ..check import default_check
 from ..specs import Axis, Const, Scalar, Tensor, Value, Var
 from ..template import TraceTemplate
@@ -412,13 +412,8 @@ _several_queries_codes = by_lse(
 def _decode_trace(**arguments: Any) -> TraceTemplate:
     problem = planned_problem(arguments)
     several = problem.requests.tokens_per_request > 1
-    has_codes, given = problem.spec.o_data_type == CODES, arguments.get("out_scale") is not None
-    if has_codes != given:
-        raise ValueError(
-            f"`out_scale` must be {'given' if has_codes else 'left out'} with `o_data_type` "
-            f"{problem.spec.o_data_type}"
-        )
-    if has_codes:
+    check_output_scale(problem.spec.o_data_type, arguments.get("out_scale"))
+    if problem.spec.o_data_type == CODES:
         return (_several_queries_codes if several else _one_query_codes)(**arguments)
     return (_several_queries if several else _one_query)(**arguments)
 
