@@ -116,7 +116,8 @@ def _run_function(
     passed |= dict.fromkeys(sorted(required - set(passed)), "None")
     returned = str(inspect.signature(reference).return_annotation)
     # The reference may return a tuple of more than the definition lists.
-    rest = ", *_" if len(outputs) == 1 and returned.startswith("tuple") else ""
+    returns_more = returned.startswith("tuple") and returned.count(",") >= len(outputs)
+    rest = ", *_" if returns_more else ""
     lines.append(f"{', '.join(outputs)}{rest} = {reference.__name__}(")
     lines += [f"    {param}={key}," for param, key in passed.items()]
     lines.append(")")

@@ -86,6 +86,19 @@ def _decode_multi(values: _Values) -> dict[str, Any]:
     return {"self": wrapper, "q": values(6, HEADS, HEAD_DIM), "paged_kv_cache": values.cache()}
 
 
+def _codes(tokens: int) -> Callable[[_Values], dict[str, Any]]:
+    def case(values: _Values) -> dict[str, Any]:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(values.workspace())
+        dtypes = {**values.dtypes, "o_data_type": torch.float8_e4m3fn}
+        wrapper.plan(*values.pages(), HEADS, KV_HEADS, 128, PAGE, q_len_per_req=tokens, **dtypes)
+        q = values(3 * tokens, HEADS, 128)
+        cache = tuple(values(7, PAGE, KV_HEADS, 128) for _ in range(2))
+        scale = torch.zeros(q.shape[:2], device=q.device)
+        return {"self": wrapper, "q": q, "paged_kv_cache": cache, "out_scale": scale}
+
+    return case
+
+
 def _paged(values: _Values) -> dict[str, Any]:
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(values.workspace())
     heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
@@ -130,6 +143,8 @@ _WRAPPERS: dict[str, Callable[[_Values], dict[str, Any]]] = {
     "bidirectional_ranges": attention_wrapper_cases.with_ranges,
     "gqa_paged_decode": _decode,
     "gqa_paged_decode_multi": _decode_multi,
+    "gqa_paged_decode_codes": _codes(1),
+    "gqa_paged_decode_multi_codes": _codes(2),
     "gqa_paged_prefill": _paged,
     "gqa_ragged_prefill": _ragged,
     "block_sparse_attention": _block_sparse,
@@ -163,6 +178,18 @@ def is_left_out(operation: Operation, name: str, arguments: dict[str, Any]) -> N
     """Other backends' arguments are refused by name."""
     with pytest.raises((TypeError, ValueError), match=name):
         operation.api(**{**arguments, name: torch.ones(2)})
+
+
+def receives_scales(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Results of 8 bits need a place for their scales, others must not have one."""
+    if arguments.get(name) is None:
+        is_left_out(operation, name, arguments)
+        return
+    with pytest.raises(ValueError, match=name):
+        operation.api(**{**arguments, name: None})
+    scale = torch.full_like(arguments[name], float("nan"))
+    operation.api(**{**arguments, name: scale})
+    assert bool((scale > 0).all())
 
 
 def has_no_effect(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
@@ -312,6 +339,7 @@ CASES: dict[str, Case] = {
     "o_dtype": sets_the_dtype,
     "o_scale": is_left_out,
     "out": receives(0),
+    "out_scale": receives_scales,
     "packed_custom_mask": masks,
     "pos_encoding_mode": encodes,
     "q_len_per_req": is_what_was_planned,
