@@ -378,8 +378,7 @@ inline void set_output_scale(AttentionLaunch& launch, const Tensor& scale, const
   ffi::check_ndim(o, 3, 3);
   ffi::check_shape(scale, {o.dim(0), launch.params.variant.num_qo_heads});
   ffi::check_no_broadcast(scale);
-  launch.params.tensors[0].o_scale = {static_cast<float*>(scale.data()), scale.stride(0),
-                                      scale.stride(1)};
+  launch.params.o_scale = {static_cast<float*>(scale.data()), scale.stride(0), scale.stride(1)};
   launch.has_output_scale = true;
 }
 

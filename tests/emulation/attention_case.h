@@ -139,7 +139,6 @@ struct Group {
     AttentionTensors t = {};
     t.q = q->data, t.k = k->data, t.v = v->data, t.o = o->data;
     t.lse = lse.empty() ? nullptr : lse.data();
-    if (!o_scale.empty()) t.o_scale = {o_scale.data(), o_stride_scale, 1};
     t.kv_indices = paged ? pages.data() : nullptr;
     t.q_stride_token = q->stride_token, t.q_stride_head = q->stride_head;
     t.o_stride_token = o->stride_token, t.o_stride_head = o->stride_head;
@@ -193,6 +192,8 @@ class Case {
     Params p = {};
     p.tensors[0] = groups.front().tensors();
     p.tensors[1] = groups.back().tensors();
+    Group& first = groups.front();
+    if (!first.o_scale.empty()) p.o_scale = {first.o_scale.data(), first.o_stride_scale, 1};
     p.variant = variant;
     set_second_variant(p);
     p.num_kv_heads = FastDivisor(num_kv_heads);

@@ -85,7 +85,6 @@ struct AttentionTensors {
   float v_scale;                         // multiplies the output
   HeadScales head_scales;
   BlockScales k_sf, v_sf;  // of 4-bit k and v, whose elements are pairs of codes
-  OutputScale o_scale;     // of an 8-bit o
 };
 
 // `Variant` is VariantParams or derives from it.
@@ -106,12 +105,13 @@ struct AttentionParams {
   uint32_t num_merges;   // 0: no tile was split
   uint32_t rows_per_slot;
   uint32_t merged_rows;  // rows that one CTA merges
-  // [num_merges, num_kv_heads] parts that are written, 0 between launches; null: another kernel
-  // merges.
-  uint32_t* counters;
   FastDivisor num_kv_heads;
   FastDivisor group_size;  // num_qo_heads / num_kv_heads
   FastDivisor page_size;
+  // [num_merges, num_kv_heads] parts that are written, 0 between launches; null: another kernel
+  // merges.
+  uint32_t* counters;
+  OutputScale o_scale;  // of 8-bit outputs, which launches of one shape have
   static constexpr bool kReadsLengths = false, kProfiled = false, kHasSecondVariant = false;
 };
 

@@ -51,10 +51,9 @@ inline constexpr float kLeastMagnitude = 1e-10f;  // of a row; a row of zeros ha
 
 // The row's scale; null unless outputs are codes.
 template <typename O>
-__device__ __forceinline__ float* scale_of_row(const AttentionTensors& tensors, int64_t token,
+__device__ __forceinline__ float* scale_of_row(const OutputScale& scale, int64_t token,
                                                uint32_t qo_head_idx) {
   if constexpr (!kIsCode<O>) return nullptr;
-  const OutputScale& scale = tensors.o_scale;
   return scale.data + token * scale.stride_token + qo_head_idx * scale.stride_head;
 }
 
@@ -112,25 +111,25 @@ struct FinishedRow {
   }
 
   template <int N>
-  __device__ __forceinline__ Vector<float, N> finished(const float (&values)[N]) const {
-    Vector<float, N> result;
+  __device__ __forceinline__ void store(int column, const float (&values)[N]) {
+    float finished[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) result.elements[i] = value(values[i]);
-    return result;
-  }
-
-  template <int N>
-  __device__ __forceinline__ void store(int column, const float (&values)[N]) const {
-    store_finished(column, finished(values).elements);
+    for (int i = 0; i < N; ++i) finished[i] = value(values[i]);
+    Vector<O, N> vector;
+    vector.from_floats(finished);
+    vector.store(output + column);
   }
 
   // Stores a row of which each lane of a warp has some vectors: `visit(store)` calls `store(column,
   // values)` for each. A row of codes has one for each lane.
   template <typename Visit>
-  __device__ __forceinline__ void store_row(const Visit& visit, float* row_scale) const {
+  __device__ __forceinline__ void store_row(const Visit& visit, float* row_scale) {
     if constexpr (kIsCode<O>) {
       Vector<float, 4> row;
-      visit([&](int, const auto& values) { row = finished(values); });
+      visit([&](int, const float (&values)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row.elements[i] = value(values[i]);
+      });
       MagnitudeMax<float> magnitude;
       magnitude.include(row);
       const auto found =
@@ -139,18 +138,12 @@ struct FinishedRow {
       if (lane_idx == 0) *row_scale = found.stored;
 #pragma unroll
       for (int i = 0; i < 4; ++i) row.elements[i] *= found.reciprocal;
-      store_finished(lane_idx * 4, row.elements);
+      Vector<O, 4> codes;
+      codes.from_floats(row.elements);
+      codes.store(output + lane_idx * 4);
     } else {
       visit([&](int column, const auto& values) { store(column, values); });
     }
-  }
-
- private:
-  template <int N>
-  __device__ __forceinline__ void store_finished(int column, const float (&values)[N]) const {
-    Vector<O, N> vector;
-    vector.from_floats(values);
-    vector.store(output + column);
   }
 };
 
@@ -283,7 +276,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       store(vector * 4, values);
     }
   };
-  target.store_row(for_each_vector, scale_of_row<O>(tensors, token, qo_head_idx));
+  target.store_row(for_each_vector, scale_of_row<O>(params.o_scale, token, qo_head_idx));
 }
 
 #ifndef __CUDACC_RTC__

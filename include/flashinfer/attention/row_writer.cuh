@@ -38,7 +38,7 @@ class RowWriter {
   }
 
   __device__ __forceinline__ float* scale_of(const QueryRow& row) const {
-    return scale_of_row<O>(tensors_, item_.qo_begin + int64_t{row.qo_idx}, row.qo_head_idx);
+    return scale_of_row<O>(params_.o_scale, item_.qo_begin + int64_t{row.qo_idx}, row.qo_head_idx);
   }
 
   // Address of a row's LSE; called only if LSE is wanted.

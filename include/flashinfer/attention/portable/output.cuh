@@ -132,8 +132,7 @@ class OutputWriter : RowWriter<Traits, Params> {
     Parts parts;
     parts.add(params_, kv_head_, row, begin, 1, begin, end);
     const QueryRow query = query_row(row);
-    const auto target =
-        finish(output_row(query), query, parts.largest, parts.sum, threadIdx.x % 32 == 0);
+    auto target = finish(output_row(query), query, parts.largest, parts.sum, threadIdx.x % 32 == 0);
     const auto for_each_vector = [&](const auto& store) {
 #pragma unroll
       for (int i = 0; i < Parts::kVectors; ++i) {
