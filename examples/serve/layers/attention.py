@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..table import Settings, Table
 
 
-CODES = torch.float8_e4m3fn
 MOST_ROWS = 16  # of a KV head, of which the package makes codes
 
 
@@ -117,7 +116,7 @@ class AttentionSpec:
             window_left=self.window,
             q_data_type=settings.dtype,
             kv_data_type=settings.kv_dtype,
-            o_data_type=CODES if self.rounds and not prompts else settings.dtype,
+            o_data_type=torch.float8_e4m3fn if self.rounds and not prompts else settings.dtype,
             **({"sm_scale": self.scale} if self.scale is not None else {}),
             **({"logits_soft_cap": self.soft_cap} if self.soft_cap else {}),
             **({"causal": True} if prompts else {}),
@@ -378,10 +377,10 @@ class Attention(Body):
             sinks = (self.sinks, scale)
         wrapper = batch.attention[self.spec]
         if self.spec.rounds and _decodes(wrapper):
-            columns = q.new_empty(self.spec.heads, -(-len(q) // 4) * 4, dtype=torch.float32)
-            codes = Codes(torch.empty_like(q, dtype=CODES), columns[:, : len(q)].t())
-            wrapper.run(q, cache, out=codes.numbers, out_scale=codes.scales, **scales)
-            return Codes(codes.numbers.flatten(1), codes.scales)
+            codes, _ = Codes.empty(len(q), self.spec.heads * BLOCK, q.device)
+            out = codes.numbers.view(q.shape)
+            wrapper.run(q, cache, out=out, out_scale=codes.scales, **scales)
+            return codes
         out = wrapper.run(q[: batch.attended], cache, *sinks, **scales)
         return padded(out.flatten(1), len(q))
 

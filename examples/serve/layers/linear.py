@@ -49,6 +49,15 @@ class Codes:
     numbers: torch.Tensor
     scales: torch.Tensor
 
+    @staticmethod
+    def empty(rows: int, columns: int, device: torch.device) -> tuple[Codes, torch.Tensor]:
+        """Codes for a kernel to write, and their scales as norms write them: a column's are
+        neighbours, padded to a multiple of four."""
+        numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
+        shape = columns // BLOCK, -(-rows // 4) * 4
+        padded = torch.empty(shape, dtype=torch.float32, device=device)
+        return Codes(numbers, padded[:, :rows].t()), padded
+
     def __len__(self) -> int:
         return len(self.numbers)
 

@@ -50,20 +50,17 @@ class Norm:
 
     def add_rounded(self, x: torch.Tensor, residual: torch.Tensor) -> Codes:
         """As `add`, with the result in 8 bits, too."""
-        rows, columns = x.shape
-        numbers = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-        scales = x.new_empty(columns // BLOCK, -(-rows // 4) * 4, dtype=torch.float32)
+        codes, scales = Codes.empty(*x.shape, x.device)
         kernels.fused_add_rmsnorm_fp8_block_quant(
-            numbers, scales, x, x, residual, self.weight, self.eps
+            codes.numbers, scales, x, x, residual, self.weight, self.eps
         )
-        return Codes(numbers, scales[:, :rows].t())
+        return codes
 
     def rounded(self, x: torch.Tensor) -> Codes:
         """The norm of `x` in 8 bits."""
-        numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-        scales = x.new_empty(x.shape[1] // BLOCK, -(-len(x) // 4) * 4, dtype=torch.float32)
-        kernels.norm.rmsnorm_fp8_block_quant(numbers, scales, x, self.weight, self.eps)
-        return Codes(numbers, scales[:, : len(x)].t())
+        codes, scales = Codes.empty(*x.shape, x.device)
+        kernels.norm.rmsnorm_fp8_block_quant(codes.numbers, scales, x, self.weight, self.eps)
+        return codes
 
 
 def gated_norm(
