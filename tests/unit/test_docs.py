@@ -43,6 +43,9 @@ def test_support_follows_the_configuration_of_modules():
     attention = ("attention", list(support.ARCHITECTURES[1:]))
     for name in ("single_decode_with_kv_cache", "MultiLevelCascadeAttentionWrapper"):
         assert archs[name] == attention, "from SM80 on"
+    from_sm80 = list(support.ARCHITECTURES[1:])
+    assert archs["BatchMLAPagedAttentionWrapper"] == ("mla", from_sm80)
+    assert archs["chunk_gated_delta_rule2"] == ("gdn2_prefill", from_sm80)
     assert archs["merge_state"] == ("cascade", list(support.ARCHITECTURES))
 
 

@@ -42,6 +42,7 @@ class MlaConfig(ModuleConfig):
     """
 
     module: ClassVar[str] = "batch_mla"
+    supported_major_versions: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
 
     backend: str
     dtype_q: torch.dtype
@@ -84,7 +85,7 @@ class MlaConfig(ModuleConfig):
 
     @property
     def majors(self) -> tuple[int, ...]:
-        return (9,) if self.backend == "fa3" else (8, 9, 10, 11, 12)
+        return (9,) if self.backend == "fa3" else self.supported_major_versions
 
 
 def _aot_configs() -> Iterator[MlaConfig]:
