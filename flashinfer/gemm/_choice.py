@@ -25,7 +25,10 @@ _CACHE_BYTES = 7.5e6  # of L2 per microsecond
 _FEW_CACHE_BYTES = 5.8e6  # the same for few tokens without groups
 _ROUTED_CTA_BYTES = 4.5e4  # that a CTA loads per microsecond for few routed rows
 _FEW_CTA_BYTES = {1: 4.0e4, 2: 6.0e4}  # the same for few tokens, by the bytes of an element
-_WIDE_CTA_BYTES = 4.2e4  # the same where stages of 64 tokens have 128 columns on most SMs
+_FEW_BYTES = 4.1e6  # of memory per microsecond for few tokens with scales of blocks
+_FEW_STAGE = 0.27  # microseconds in which a CTA draws a stage there, however small
+_FEW_OUTSIDE_CLOCKS = 22  # that a row of a box takes there which a does not have
+_FEW_PROMOTION = 2.5 / 64  # clocks to promote a sum there
 _OVERLAP = 0.1  # of the shorter times, which are not wholly hidden by the longest
 _LAUNCH = 4.0  # microseconds before and after the products of a CTA
 _SPLIT = 1.5  # microseconds in which CTAs of a cluster add up their sums
@@ -225,8 +228,9 @@ def _few(base: GemmConfig, rows: int, columns: int) -> Iterator[GemmConfig]:
         if width == 64:
             yield replace(tile, cluster_columns=2)
     # Tokens are loaded by half as many tiles; more columns would take a second round.
-    if rows <= 64 and columns <= 32 * 128:
-        yield replace(base, tile_rows=64, consumers=2, splits=3)
+    for splits in (3, 2):
+        if rows <= 64 and columns <= 96 // splits * 128:
+            yield replace(base, tile_rows=64, consumers=2, splits=splits)
 
 
 def _narrow(base: GemmConfig, tile_rows: int, gated: bool) -> Iterator[GemmConfig]:
@@ -251,6 +255,10 @@ def _rows_of_tile(rows: int) -> int:
 
 def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     """Microseconds that the model expects."""
+    dense = problem.groups == "batch"
+    few = dense and problem.group_rows <= _MAX_TOKENS
+    if few and problem.scale == "block" and not problem.gated:
+        return _estimate_few_blocks(problem, config)
     element = problem.dtype_a.itemsize
     blocks = -(-problem.k * element // 128)
     blocks = -(-blocks // config.splits)
@@ -272,7 +280,6 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     clocks = max(_block_clocks(config, element), _LEAST_CLOCKS)
     clocks = max(clocks, _OUTSIDE_CLOCKS * _rows_outside(problem, config))
     compute = rounds * (blocks * clocks / _CLOCK + _STORE)
-    dense = problem.groups == "batch"
     if (config.max_stages == _STORING_STAGES or has_thirds) and (
         dense or problem.group_rows >= _STORING_ROWS
     ):
@@ -285,7 +292,6 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     loaded = 128 * (
         config.tile_rows / config.cluster_columns + config.tile_columns / config.cluster_rows
     )
-    few = problem.groups == "batch" and problem.group_rows <= _MAX_TOKENS
     cache_bytes = _FEW_CACHE_BYTES if few else _CACHE_BYTES
     cache = units * cluster * blocks * loaded / cache_bytes
     weights = problem.read * problem.columns * problem.k * element
@@ -293,16 +299,35 @@ def estimate(problem: GemmProblem, config: GemmConfig) -> float:
     # Few CTAs do not draw what memory could give.
     drawn = 0.0
     if few:
-        wide = (64, 128, False)
-        is_wide = (config.tile_rows, config.tile_columns, config.swap) == wide and units >= 28
-        rate = _WIDE_CTA_BYTES if is_wide else _FEW_CTA_BYTES[element]
-        drawn = rounds * blocks * loaded / rate
+        drawn = rounds * blocks * loaded / _FEW_CTA_BYTES[element]
     elif problem.routed and config.swap:
         drawn = rounds * blocks * loaded / _ROUTED_CTA_BYTES
     parts = sorted((compute, cache, max(drawn, (weights + rows) / _BYTES)))
     overhead = _LAUNCH
     if config.splits > 1:
         overhead += _SPLIT * (rounds if few else 1)
+    return overhead + parts[2] + _OVERLAP * (parts[0] + parts[1])
+
+
+def _estimate_few_blocks(problem: GemmProblem, config: GemmConfig) -> float:
+    """The same for few tokens with scales of blocks: fitted to all tiles of products that follow a
+    norm, of 7 numbers of tokens by 94 matrices (docs/tuning/gemm_few.md)."""
+    blocks = math.ceil(math.ceil(problem.k / 128) / config.splits)
+    cluster = config.cluster_columns * config.splits
+    columns = config.tile_columns * config.cluster_columns
+    units = problem.row_tiles(config.tile_rows) * math.ceil(problem.columns / columns)
+    rounds = math.ceil(units / _CLUSTERS[cluster])
+    area = config.tile_rows * config.tile_columns
+    clocks = area / 32 + _FEW_PROMOTION * area + (280.0 if config.swap else 40.0)
+    clocks = max(clocks, _FEW_OUTSIDE_CLOCKS * _rows_outside(problem, config))
+    compute = rounds * (blocks * clocks / _CLOCK + _STORE)
+    loaded = 128 * (config.tile_rows / config.cluster_columns + config.tile_columns)
+    cache = units * cluster * blocks * loaded / _FEW_CACHE_BYTES
+    weights = problem.batches * problem.columns * problem.k
+    rows = problem.batches * problem.rows * (problem.k + 2 * problem.columns)
+    drawn = max(rounds * blocks * _FEW_STAGE, (weights + rows) / _FEW_BYTES)
+    parts = sorted((compute, cache, drawn))
+    overhead = _LAUNCH + (_SPLIT * rounds if config.splits > 1 else 0.0)
     return overhead + parts[2] + _OVERLAP * (parts[0] + parts[1])
 
 

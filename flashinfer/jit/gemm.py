@@ -150,7 +150,7 @@ def _fp8_configs() -> Iterator[GemmConfig]:
     for rows, consumers in ((64, 1), (128, 2)):
         few = replace(base, tile_rows=rows, tile_columns=64, consumers=consumers)
         yield from (few, replace(few, splits=2), replace(few, cluster_columns=2))
-    yield replace(base, tile_rows=64, consumers=2, splits=3)
+    yield from (replace(base, tile_rows=64, consumers=2, splits=splits) for splits in (3, 2))
     yield from (base, replace(base, splits=2), replace(base, cluster_rows=2))
     wide = replace(base, tile_columns=256)
     yield from (wide, replace(wide, cluster_rows=2))
