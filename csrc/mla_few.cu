@@ -1,19 +1,21 @@
 #include "mla.h"
 
-#include <flashinfer/mla/sm90/few/launch.cuh>
+#include <flashinfer/mla/sm90/few/attention.cuh>
+#include <flashinfer/mla/sm90/ring_launch.cuh>
 
 namespace flashinfer {
 
 #ifndef __CUDACC_RTC__
 
 template <bool kInPairs>
-using TileOf = MlaFewTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_O,
-                          FLASHINFER_CFG_HEAD_DIM_CKV, FLASHINFER_CFG_HEAD_DIM_KPE, kInPairs>;
+using AttentionOf =
+    MlaFewAttention<MlaFewTile<dtype::FLASHINFER_CFG_DTYPE_Q, dtype::FLASHINFER_CFG_DTYPE_O,
+                               FLASHINFER_CFG_HEAD_DIM_CKV, FLASHINFER_CFG_HEAD_DIM_KPE, kInPairs>>;
 
 cudaError_t mla(const MlaParams& params, bool merges, bool enable_pdl, cudaStream_t stream) {
-  if (params.in_pairs) return launch_mla_few<TileOf<true>>(params, enable_pdl, stream);
-  using Tile = TileOf<false>;
-  const cudaError_t status = launch_mla_few<Tile>(params, enable_pdl, stream);
+  if (params.in_pairs) return launch_mla_ring<AttentionOf<true>>(params, enable_pdl, stream);
+  using Tile = AttentionOf<false>::Tile;
+  const cudaError_t status = launch_mla_ring<AttentionOf<false>>(params, enable_pdl, stream);
   if (status != cudaSuccess || !merges || params.merges_itself) return status;
   return launch_mla_merge<Tile::O, Tile::kDimCkv>(params, enable_pdl, stream);
 }

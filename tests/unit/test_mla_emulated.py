@@ -10,10 +10,9 @@ __all__ = ["emulator"]  # a fixture
 
 KERNEL = "flashinfer/mla/portable/mla.cuh"
 LAST_MERGE = "flashinfer/mla/sm90/last_merge.cuh"
-FEW = "flashinfer/mla/sm90/few/mla.cuh"
+RING_KERNEL = "flashinfer/mla/sm90/ring_kernel.cuh"
 FEW_ATTENTION = "flashinfer/mla/sm90/few/attention.cuh"
 RING_LOADER = "flashinfer/mla/sm90/ring_loader.cuh"
-NARROW = "flashinfer/mla/sm90/narrow/mla.cuh"
 NARROW_ATTENTION = "flashinfer/mla/sm90/narrow/attention.cuh"
 NARROW_QUERIES = "flashinfer/mla/sm90/narrow/queries.cuh"
 
@@ -220,10 +219,10 @@ def test_faults_of_shared_widening_are_found(
     assert find_wide_fault(emulator, dtypes, (512, 64), in_pairs=True, scaled=True)
 
 
-def few_rows_options(emulator: Emulator, kernel: str, kind: str, in_pairs: bool) -> list[str]:
+def few_rows_options(emulator: Emulator, kind: str, in_pairs: bool) -> list[str]:
     """Of a kernel for few rows, whose CTAs are clusters of their own, or of two."""
     shared = "extern __shared__ __align__(1024) char shared[];"
-    emulator.substitute(kernel, shared, f"char* const shared = {CTA_SHARED};")
+    emulator.substitute(RING_KERNEL, shared, f"char* const shared = {CTA_SHARED};")
     options = ["-DEMULATION_ARCH=900", f"-DEMULATION_{kind}", "-D__CUDA_ARCH_FEAT_SM90_ALL"]
     return [*options, "-DEMULATION_CLUSTERS"] if in_pairs else options
 
@@ -238,7 +237,7 @@ def find_narrow_fault(
     in_pairs: bool = False,
 ) -> str:
     """The same of the kernel for few rows, from a latent cache of e4m3."""
-    options = few_rows_options(emulator, NARROW, "NARROW", in_pairs)
+    options = few_rows_options(emulator, "NARROW", in_pairs)
     dtypes = (dtype, "float8_e4m3fn", kpe, "bfloat16")
     return build_and_run(emulator, options, dtypes, dims, cases)
 
@@ -290,7 +289,7 @@ def find_few_fault(
     in_pairs: bool = False,
 ) -> str:
     """The same of the kernel for few rows of 16 bits."""
-    options = few_rows_options(emulator, FEW, "FEW", in_pairs)
+    options = few_rows_options(emulator, "FEW", in_pairs)
     return build_and_run(emulator, options, (dtype,) * 4, dims, cases)
 
 

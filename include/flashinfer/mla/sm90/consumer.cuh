@@ -18,7 +18,7 @@
 // the output is seldom scaled again.
 #pragma once
 
-#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/sm90/part_merge.cuh>

@@ -4,7 +4,7 @@
 
 #include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/dtype.cuh>
-#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
 #include <flashinfer/mla/row_end.cuh>

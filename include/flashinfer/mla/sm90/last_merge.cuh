@@ -4,7 +4,7 @@
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
-#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/mla/row_end.cuh>
 #include <flashinfer/ptx/progress.cuh>
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
-#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>

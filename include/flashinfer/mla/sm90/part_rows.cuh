@@ -6,7 +6,7 @@
 #pragma once
 
 #include <flashinfer/common/dtype.cuh>
-#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/output.cuh>
 

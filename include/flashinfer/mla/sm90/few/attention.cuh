@@ -11,15 +11,15 @@
 // it by 2^kHeadroom.
 #pragma once
 
-#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/mla_params.h>
 #include <flashinfer/mla/output.cuh>
+#include <flashinfer/mla/sm90/boxes.cuh>
 #include <flashinfer/mla/sm90/few/tile.cuh>
 #include <flashinfer/mla/sm90/last_merge.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
-#include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/mma.cuh>
@@ -30,8 +30,13 @@
 
 namespace flashinfer {
 
-template <typename Tile>
+template <typename Tile_>
 class MlaFewAttention {
+ public:
+  using Tile = Tile_;
+  using Control = MlaFewControl<Tile>;
+
+ private:
   using T = typename Tile::T;
   using O = typename Tile::O;
   static constexpr float kHeadroom = 8.f;
@@ -43,9 +48,9 @@ class MlaFewAttention {
   using Output = float[kOutputTiles][4];
 
  public:
-  __device__ __forceinline__ MlaFewAttention(const MlaParams& params, char* shared,
-                                             MlaFewControl<Tile>& control)
-      : params_(params), control_(control), shared_(ptx::shared_address(shared)) {
+  __device__ __forceinline__ MlaFewAttention(const MlaSm90Params& params, char* shared,
+                                             Control& control)
+      : params_(params.mla), control_(control), shared_(ptx::shared_address(shared)) {
     group_ = threadIdx.x / Tile::kGroupThreads;
     warp_idx_ = threadIdx.x / 32 % Tile::kGroupWarps;
     lane_idx_ = threadIdx.x % 32;
@@ -417,7 +422,7 @@ class MlaFewAttention {
   }
 
   const MlaParams& params_;
-  MlaFewControl<Tile>& control_;
+  Control& control_;
   const uint32_t shared_;
   int group_, warp_idx_, lane_idx_, row_;  // of the group's warps; the first of the thread's rows
   int num_rows_ = 0;

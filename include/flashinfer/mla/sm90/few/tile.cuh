@@ -1,5 +1,5 @@
-// Shared memory of the MLA kernel for few rows of 16 bits (mla/sm90/few/mla.cuh): a ring of blocks
-// of KV, and what the warps tell each other.
+// Shared memory of the MLA kernel for few rows of 16 bits (mla/sm90/ring_kernel.cuh): a ring of
+// blocks of KV, and what the warps tell each other.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,7 @@ struct MlaFewTile {
   static constexpr int kExchangeBytes = 2 * kGroupWarps * kPartBytes;  // of a group
   using PairMerge = MlaPairMerge<O, kOutputTiles * 2, kGroupWarps>;
   static constexpr int kPairBytes = kInPairs ? PairMerge::kBytes : 0;
+  static constexpr int kOwnPlanBytes = 2 * kExchangeBytes;  // where an own plan's sums may lie
   static constexpr int kControlBytes = 512, kMaxBytes = 227 << 10;
   static constexpr int kRoom =
       (kMaxBytes - kControlBytes - 2 * kExchangeBytes - kPairBytes) / kStageBytes;

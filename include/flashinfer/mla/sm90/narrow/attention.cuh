@@ -13,14 +13,14 @@
 #pragma once
 
 #include <flashinfer/common/float8.cuh>
-#include <flashinfer/common/math.cuh>
+#include <flashinfer/common/exp2.cuh>
 #include <flashinfer/layout/swizzle.cuh>
 #include <flashinfer/mla/item_rows.cuh>
 #include <flashinfer/mla/output.cuh>
+#include <flashinfer/mla/sm90/boxes.cuh>
 #include <flashinfer/mla/sm90/last_merge.cuh>
 #include <flashinfer/mla/sm90/narrow/queries.cuh>
 #include <flashinfer/mla/sm90/share.cuh>
-#include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/ldmatrix.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/mma.cuh>
@@ -32,16 +32,20 @@
 
 namespace flashinfer {
 
-template <typename Tile>
+template <typename Tile_>
 class MlaNarrowAttention {
+ public:
+  using Tile = Tile_;
+  using Control = MlaNarrowControl<Tile>;
+
+ private:
   using T = typename Tile::T;
   using O = typename Tile::O;
   using Ckv = typename Tile::Ckv;
   using Kpe = typename Tile::Kpe;
   static constexpr float kHeadroom = 8.f;
-  static constexpr int kMathBarrier = 1, kGroupBarrier = 2;  // the last is one of each group
-  static constexpr int kThreadRows = 4;                      // query rows of a thread's logits
-  static constexpr int kUnits = Tile::kUnits;
+  static constexpr int kMathBarrier = 1, kGroupBarrier = 2;     // the last is one of each group
+  static constexpr int kUnits = Tile::kUnits, kThreadRows = 4;  // rows of a thread's logits
   using Logits = float[kThreadRows][2];
   // Of each 16 columns the even ones, then the odd ones: values of 8 bits come in pairs.
   template <int kCount>
@@ -49,13 +53,13 @@ class MlaNarrowAttention {
   using Output = Columns<kUnits>;
 
  public:
-  __device__ __forceinline__ MlaNarrowAttention(const MlaParams& params, bool is_copied,
-                                                char* shared, MlaNarrowControl<Tile>& control)
-      : params_(params),
+  __device__ __forceinline__ MlaNarrowAttention(const MlaSm90Params& params, char* shared,
+                                                Control& control)
+      : params_(params.mla),
         memory_(shared),
         control_(control),
         shared_(ptx::shared_address(shared)),
-        is_copied_(is_copied) {
+        is_copied_(params.box_rows == 0) {
     group_ = threadIdx.x / Tile::kGroupThreads;
     warp_idx_ = threadIdx.x / 32 % Tile::kGroupWarps;
     lane_idx_ = threadIdx.x % 32;
@@ -480,7 +484,7 @@ class MlaNarrowAttention {
 
   const MlaParams& params_;
   char* const memory_;
-  MlaNarrowControl<Tile>& control_;
+  Control& control_;
   const uint32_t shared_;
   const bool is_copied_;                   // KV comes by threads, not by the copy engine
   int group_, warp_idx_, lane_idx_, row_;  // of the group's warps; the first of its rows of outputs

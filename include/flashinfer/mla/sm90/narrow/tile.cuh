@@ -1,4 +1,4 @@
-// Shared memory of the MLA kernel for few rows of 8 bits (mla/sm90/narrow/mla.cuh): a ring of
+// Shared memory of the MLA kernel for few rows of 8 bits (mla/sm90/ring_kernel.cuh): a ring of
 // blocks of KV as they lie in memory, queries, weights, and what the warps tell each other.
 #pragma once
 
@@ -62,6 +62,7 @@ struct MlaNarrowTile {
       ((kUsedBytes > 2 * kExchangeBytes ? kUsedBytes : 2 * kExchangeBytes) + 1023) / 1024 * 1024;
   using PairMerge = MlaPairMerge<O, kUnits * 4, kGroupWarps>;
   static constexpr int kPairBytes = kInPairs ? PairMerge::kBytes : 0;
+  static constexpr int kOwnPlanBytes = kSharedQueryBytes;  // where an own plan's sums may lie
   static constexpr int kControlBytes = 2048, kMaxBytes = 227 << 10;
   static constexpr int kRoom =
       (kMaxBytes - kControlBytes - kSharedQueryBytes - kPairBytes) / kStageBytes;

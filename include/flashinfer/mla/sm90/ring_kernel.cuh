@@ -1,17 +1,19 @@
-// MLA for Hopper from caches of 8 bits, for requests of few query rows: 16 at a time. The tensor
-// cores' tile of 64 rows would be empty mostly, and what the other kernel does for each token,
-// widening it in shared memory and reading it from there, takes longer than its bytes take to come.
+// MLA for Hopper for requests of few query rows, 16 at a time. From caches of 16 bits: three
+// quarters of the other kernel's tile would be empty, and queries take room there that KV needs.
+// From caches of 8 bits: so would most of the tensor cores' 64 rows be, and what the other kernel
+// does for each token, widening it in shared memory and reading it from there, takes longer than
+// its bytes take to come.
 //
 // CTAs are persistent, one per SM; each walks its share of the plan's items. One warp loads
-// (ring_loader.cuh), eight multiply (attention.cuh): keys as they are, values widened. Sums run in
-// a fixed order: results repeat bit for bit.
+// (ring_loader.cuh), eight multiply: with mma.sync what has 16 bits (few/attention.cuh), or keys of
+// 8 bits as they are and values widened (narrow/attention.cuh). Sums run in a fixed order: results
+// repeat bit for bit.
 //
 // Measurements, also of what lost: docs/tuning/mla.md.
 #pragma once
 
 #include <flashinfer/mla/merge.cuh>
 #include <flashinfer/mla/own_plan.cuh>
-#include <flashinfer/mla/sm90/narrow/attention.cuh>
 #include <flashinfer/mla/sm90/ring_loader.cuh>
 #include <flashinfer/ptx/cluster.cuh>
 #include <flashinfer/ptx/pdl.cuh>
@@ -20,13 +22,15 @@
 
 namespace flashinfer {
 
-template <typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    mla_narrow_kernel(const __grid_constant__ MlaSm90Params params) {
+template <typename Attention>
+__global__ void __launch_bounds__(Attention::Tile::kThreads, 1)
+    mla_ring_kernel(const __grid_constant__ MlaSm90Params params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Tile = typename Attention::Tile;
+  using Control = typename Attention::Control;
   extern __shared__ __align__(1024) char shared[];
-  static_assert(sizeof(MlaNarrowControl<Tile>) <= Tile::kControlBytes);
-  auto& control = *reinterpret_cast<MlaNarrowControl<Tile>*>(shared + Tile::kOffsetControl);
+  static_assert(sizeof(Control) <= Tile::kControlBytes);
+  auto& control = *reinterpret_cast<Control*>(shared + Tile::kOffsetControl);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&control.full[stage]),
@@ -48,7 +52,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (!params.mla.plan_is_older) ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (params.mla.plans_itself) {
-    static_assert(sizeof(MlaOwnPlanner::Shared) <= Tile::kSharedQueryBytes);
+    static_assert(sizeof(MlaOwnPlanner::Shared) <= Tile::kOwnPlanBytes);
     plan_own_share(params.mla.planner, shared + Tile::kOffsetExchange);
   }
   // Not in the roles: the compiler would then have too few registers.
@@ -60,7 +64,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     Loader(params, shared, control.full, control.empty).run();
   } else {
     ptx::increase_registers<Tile::kMathRegisters>();
-    MlaNarrowAttention<Tile>(params.mla, params.box_rows == 0, shared, control).run();
+    Attention(params, shared, control).run();
   }
 #endif
 }
