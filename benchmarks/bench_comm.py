@@ -1,18 +1,20 @@
 """Communication on this machine, beside NCCL where it has the same operation.
 
-usage: torchrun --nproc-per-node N benchmarks/bench_comm.py [--operation all-reduce]
-       [--hidden 8192] [--json FILE]
+usage: torchrun --nproc-per-node N benchmarks/bench_comm.py [--operation all-reduce ...]
+       [--hidden 8192 ...] [--json FILE]
 
-all-reduce   one-shot, two-shot, in 8 bits, and fused with the norm; the last line says where
-             two-shot overtakes one-shot: what `ONE_SHOT_BYTES` in flashinfer/comm/schedule.py
-             should be for this number of ranks
+all-reduce   one-shot, two-shot, in 8 bits, fused with the norm, PyTorch's one-shot and two-shot
+             over symmetric memory, and NCCL; then what `ONE_SHOT_BYTES` in
+             flashinfer/comm/schedule.py should be for this number of ranks, and each size that
+             takes more than it may with that: see `LIMITS`
 exchange     all-gather and reduce-scatter
 experts      dispatch and combine, 8 of 256 experts for a token, and gigabytes per second that
              the first rank sends to others meanwhile. A combine of 8 columns stands in for none,
              which a dispatch may not have
 context      decode's partial results, and their sum by LSE: 128 heads of 128
 
-Each number is the slowest rank's median of replays of a CUDA graph, in microseconds per call.
+`--operation all` runs them all. Each number is the slowest rank's median of replays of a CUDA
+graph, in microseconds per call.
 """
 
 from __future__ import annotations
@@ -27,9 +29,15 @@ import torch
 import torch.distributed as dist
 
 from flashinfer import comm, fused_add_rmsnorm
+from flashinfer.comm import schedule
 
 CALLS, REPEATS = 20, 20
-TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+TOKENS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048)
+NVLINK_GB_PER_S = 450.0  # of an H100 or H200, one way
+# Up to so many bytes the sum may take this part of the better of PyTorch's; beyond, of NCCL's.
+LIMITS = ((256 << 10, 0.9), (16 << 20, 0.95))
+NCCL_LIMIT = 1.03
+FUSED_BYTES, FUSED_US = 128 << 10, {4: 10.0, 8: 12.0}
 Pattern = comm.AllReduceFusionPattern
 
 
@@ -75,8 +83,69 @@ def all_reduce(hidden: int) -> Iterator[Line]:
     last = torch.zeros(max(TOKENS), hidden, device="cuda", dtype=torch.bfloat16)
     comm.quantized_all_reduce(last, dist.group.WORLD)  # memory for the largest call
     for tokens in TOKENS:
-        yield all_reduce_line(tokens, hidden, workspace)
+        yield all_reduce_line(tokens, hidden, workspace) | symmetric_line(tokens, hidden)
     workspace.destroy()
+
+
+def symmetric_line(tokens: int, hidden: int) -> Line:
+    """PyTorch's one-shot and two-shot over symmetric memory."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    name = dist.group.WORLD.group_name
+    x = symmetric.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16).zero_()
+    symmetric.rendezvous(x, name)
+    operations = torch.ops.symm_mem
+    return {
+        "torch_one_shot": measure(operations.one_shot_all_reduce, x, "sum", name),
+        "torch_two_shot": measure(operations.two_shot_all_reduce_, x, "sum", name),
+    }
+
+
+def fitted_threshold(table: list[Line]) -> int:
+    """Bytes up to which one-shot should be taken: where the measured sizes lose least in all."""
+
+    def lost(threshold: float) -> float:
+        total = 0.0
+        for line in table:
+            for suffix in ("", "_norm"):
+                one, two = line[f"one_shot{suffix}"], line[f"two_shot{suffix}"]
+                total += (one if line["bytes"] <= threshold else two) / min(one, two) - 1
+        return total
+
+    sizes = sorted({line["bytes"] for line in table})
+    return int(min([0, *sizes], key=lost))
+
+
+def faults(table: list[Line], threshold: int, world_size: int) -> Iterator[str]:
+    """What takes longer than it may."""
+    for line in table:
+        size = line["bytes"]
+        kind = "one_shot" if size <= threshold else "two_shot"
+        torch_us = min(line["torch_one_shot"], line["torch_two_shot"])
+        limit = next((part for most, part in LIMITS if size <= most), None)
+        what = f"{size >> 10} KB of {line['hidden']} columns, {kind}"
+        if limit is not None and line[kind] > limit * torch_us:
+            yield f"{what}: {line[kind]} us, {line[kind] / torch_us:.2f} of PyTorch's {torch_us}"
+        if limit is None and line[kind] > NCCL_LIMIT * line["nccl"]:
+            yield f"{what}: {line[kind]} us, {line[kind] / line['nccl']:.2f} of NCCL's"
+        fused = line[f"{kind}_norm"]
+        if size <= FUSED_BYTES and fused > FUSED_US.get(world_size, float("inf")):
+            yield f"{what}, with the norm: {fused} us of {FUSED_US[world_size]}"
+
+
+def judge(table: list[Line], world_size: int) -> str:
+    """The threshold for `flashinfer/comm/schedule.py`, and what is too slow with it."""
+    threshold = fitted_threshold(table)
+    now = [line["bytes"] for line in table if schedule.takes_one_shot(line["bytes"], world_size)]
+    found = list(faults(table, threshold, world_size))
+    return "\n".join(
+        [
+            f"ONE_SHOT_BYTES[{world_size}] = {threshold >> 10} << 10  # now one-shot up to "
+            f"{max(now, default=0) >> 10} KB of the measured sizes",
+            *found,
+            f"{len(found)} of {len(table)} sizes are too slow",
+        ]
+    )
 
 
 def all_reduce_line(tokens: int, hidden: int, workspace: comm.AllReduceFusionWorkspace) -> Line:
@@ -89,7 +158,7 @@ def all_reduce_line(tokens: int, hidden: int, workspace: comm.AllReduceFusionWor
         dist.all_reduce(reduced)
         fused_add_rmsnorm(reduced, residual, weight)
 
-    line = {"bytes": x.numel() * 2}
+    line = {"bytes": x.numel() * 2, "hidden": hidden}
     for name, one_shot in (("one_shot", True), ("two_shot", False)):
         line[name] = measure(
             lambda one_shot=one_shot: comm.allreduce_fusion(
@@ -162,6 +231,7 @@ def experts(hidden: int) -> Iterator[Line]:
             "dispatch_and_combine": both,
             "dispatch_gb_per_s": round(pairs * (2 * hidden + 4 * top_k) / dispatch / 1e3, 1),
             "combine_gb_per_s": round(pairs * 2 * hidden / max(both - dispatch, 1e-3) / 1e3, 1),
+            "link_us": round(pairs * (2 * hidden + 4 * top_k) / NVLINK_GB_PER_S / 1e3, 2),
         }
     layer.checkpoint_prepare()
 
@@ -196,23 +266,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--operation", choices=[*OPERATIONS], default="all-reduce")
-    parser.add_argument("--hidden", type=int, default=8192, help="columns")
+    parser.add_argument(
+        "--operation", nargs="+", choices=[*OPERATIONS, "all"], default=["all-reduce"]
+    )
+    parser.add_argument("--hidden", nargs="+", type=int, default=[8192], help="columns")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    table = []
-    for line in OPERATIONS[options.operation](options.hidden):
-        table.append(line)
+    tables: dict[str, list[Line]] = {}
+    for name in OPERATIONS if "all" in options.operation else options.operation:
+        table = tables[name] = []
+        for hidden in options.hidden if name != "context" else options.hidden[:1]:
+            for line in OPERATIONS[name](hidden):
+                table.append(line)
+                if dist.get_rank() == 0:
+                    print(name, line, flush=True)
         if dist.get_rank() == 0:
-            print(line, flush=True)
-    if dist.get_rank() == 0:
-        if options.operation == "all-reduce":
-            slower = [line["bytes"] for line in table if line["two_shot"] < line["one_shot"]]
-            print(f"two-shot is faster from {min(slower, default=0)} bytes on (0: at no size)")
-        if options.json:
-            options.json.write_text(json.dumps(table, indent=1))
+            if name == "all-reduce":
+                print(judge(table, dist.get_world_size()), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(tables, indent=1))
     dist.destroy_process_group()
 
 

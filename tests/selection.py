@@ -8,6 +8,7 @@
 - ``--gpu-share i/n``: part `i` of `n` of the tests that a GPU decides, in parts of equal cost. Of a
   test function whose cases take more than `SECONDS_OF_A_FUNCTION` together, by `tests/costs/`, as
   many run as fit, but at least `LEAST_ON_A_GPU`, and again every value of every parameter occurs.
+- ``--ranks 4,8``: of tests with a number of ranks, those with these numbers.
 - Expensive tests come first, so that no worker is left alone with one at the end; those of a file
   follow each other, so that what they share is made once.
 """
@@ -38,6 +39,12 @@ def add_options(parser: pytest.Parser) -> None:
         type=_share,
         help="only the tests that a GPU decides, part I of N (from 1)",
     )
+    parser.addoption(
+        "--ranks",
+        metavar="N,...",
+        type=lambda text: {int(number) for number in text.split(",")},
+        help="of the tests with a number of ranks, only those with one of these",
+    )
 
 
 def _share(text: str) -> tuple[int, int]:
@@ -55,6 +62,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         return costs.get(function_of(item.nodeid), USUAL_COST)
 
     chosen = [item for item in items if full or item.get_closest_marker("full") is None]
+    if ranks := config.getoption("--ranks"):
+        chosen = [item for item in chosen if ranks_of(item) in (None, *ranks)]
     if share := config.getoption("--gpu-share"):
         chosen = list(filter(is_decided_by_a_gpu, chosen))
         chosen = part(chosen if full else affordable(chosen, cost), *share, cost)
@@ -84,6 +93,12 @@ def costly_files_first(
         return -largest[file_of(item)], file_of(item), -cost(item)
 
     return key
+
+
+def ranks_of(item: pytest.Item) -> int | None:
+    """The number of ranks of a case, or None where it has no such parameter."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params.get("ranks", params.get("world_size"))
 
 
 def is_decided_by_a_gpu(item: pytest.Item) -> bool:

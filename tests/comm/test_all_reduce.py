@@ -55,6 +55,7 @@ def close(workspace, backend) -> None:
 
 
 GROUPS = [*((n, BF16) for n in ranks_of_tests(2, 4, 8)), (2, FP16), (2, FP32)]
+ALONE = ranks_of_tests(2)  # two ranks may share a GPU, more have one each
 
 
 def modules():
@@ -93,8 +94,9 @@ def test_all_ranks_hold_the_bits_of_the_sum(world_size, dtype, one_shot):
             assert torch.equal(bits(results[i]), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_special_values_pass(dtype):
+@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize("ranks, dtype", [*((n, BF16) for n in ALONE), (2, FP32)])
+def test_special_values_pass(ranks, dtype, one_shot):
     special = torch.tensor([-0.0, 0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 3e-39])
     x = special.to(dtype).repeat(32)
     words = torch.full((512,), -1, dtype=torch.int16)  # the sentinel of the protocol
@@ -103,35 +105,40 @@ def test_special_values_pass(dtype):
     def body(backend):
         workspace = open_workspace(backend, dtype=dtype)
         mine = patterns if backend.Get_rank() == 0 else torch.full_like(patterns, -0.0)
-        out = comm.allreduce_fusion(mine.cuda(), workspace, PLAIN).cpu()
+        out = comm.allreduce_fusion(mine.cuda(), workspace, PLAIN, use_oneshot=one_shot).cpu()
         close(workspace, backend)
         return out
 
-    for out in run_ranks(2, body):
+    for out in run_ranks(ranks, body):
         assert torch.equal(out.isnan(), patterns.isnan())
         finite = ~patterns.isnan()
         assert torch.equal(bits(out[finite]), bits(patterns[finite]))
 
 
-def test_in_place_and_into_a_given_tensor():
-    x = [numbers(16, 512, dtype=torch.bfloat16, seed=rank) for rank in range(2)]
+@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize("ranks", ALONE)
+def test_in_place_and_into_a_given_tensor(ranks, one_shot):
+    x = [numbers(16, 512, dtype=torch.bfloat16, seed=rank) for rank in range(ranks)]
 
     def body(backend):
         workspace = open_workspace(backend)
         mine = x[backend.Get_rank()].cuda()
         out = torch.empty_like(mine)
-        assert comm.allreduce_fusion(mine, workspace, PLAIN, output=out) is out
-        comm.allreduce_fusion(mine, workspace, PLAIN, output=mine)
+        for place in (out, mine):
+            made = comm.allreduce_fusion(mine, workspace, PLAIN, output=place, use_oneshot=one_shot)
+            assert made is place
         close(workspace, backend)
         return out.cpu(), mine.cpu()
 
-    for out, mine in run_ranks(2, body):
+    for out, mine in run_ranks(ranks, body):
         assert torch.equal(out, rank_sum(x)) and torch.equal(mine, rank_sum(x))
 
 
+@pytest.mark.parametrize("one_shot", [True, False])
 @pytest.mark.parametrize("enable_pdl", [False, True])
-def test_capture_and_replay_with_other_work_between(enable_pdl):
-    x = [numbers(8, 2048, dtype=torch.bfloat16, seed=rank) for rank in range(2)]
+@pytest.mark.parametrize("ranks", ALONE)
+def test_capture_and_replay_with_other_work_between(ranks, enable_pdl, one_shot):
+    x = [numbers(8, 2048, dtype=torch.bfloat16, seed=rank) for rank in range(ranks)]
 
     def body(backend):
         workspace = open_workspace(backend)
@@ -139,7 +146,10 @@ def test_capture_and_replay_with_other_work_between(enable_pdl):
         out, other = torch.empty_like(mine), torch.empty_like(mine)
 
         def call(target):
-            comm.allreduce_fusion(mine, workspace, PLAIN, launch_with_pdl=enable_pdl, output=target)
+            comm.allreduce_fusion(
+                mine, workspace, PLAIN, launch_with_pdl=enable_pdl, output=target,
+                use_oneshot=one_shot,
+            )  # fmt: skip
 
         everyone_is_here(backend)
         call(out)
@@ -160,7 +170,7 @@ def test_capture_and_replay_with_other_work_between(enable_pdl):
         return results
 
     capture_lock = threading.Lock()
-    for out, other in run_ranks(2, body, freely=True):
+    for out, other in run_ranks(ranks, body, freely=True):
         assert torch.equal(out, rank_sum(x)) and torch.equal(other, rank_sum(x))
 
 
@@ -239,8 +249,9 @@ def test_ranks_that_disagree_are_told_at_creation():
     run_ranks(2, body)
 
 
-def test_vllm_names_with_a_captured_graph():
-    x = [numbers(16, 1024, dtype=BF16, seed=rank) for rank in range(2)]
+@pytest.mark.parametrize("ranks", ALONE)
+def test_vllm_names_with_a_captured_graph(ranks):
+    x = [numbers(16, 1024, dtype=BF16, seed=rank) for rank in range(ranks)]
     size = x[0].numel() * 2
 
     def body(backend):
@@ -278,5 +289,5 @@ def test_vllm_names_with_a_captured_graph():
         return first, second
 
     capture_lock = threading.Lock()
-    for first, second in run_ranks(2, body):
+    for first, second in run_ranks(ranks, body):
         assert torch.equal(first, rank_sum(x)) and torch.equal(second, rank_sum(x))

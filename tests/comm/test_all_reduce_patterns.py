@@ -10,7 +10,7 @@ from flashinfer.comm import AllReduceFusionPattern as Pattern
 from flashinfer.comm import all_reduce_call, patterns, trtllm_ar
 from flashinfer.jit.comm import AllReduceConfig, gen_all_reduce_module
 from tests.comm import test_all_reduce
-from tests.comm.ranks import bits, needs_gpu, numbers, rank_sum, run_ranks
+from tests.comm.ranks import bits, needs_gpu, numbers, rank_sum, ranks_of_tests, run_ranks
 from tests.comm.test_all_reduce import close, open_workspace
 
 pytestmark = needs_gpu
@@ -69,14 +69,19 @@ def check_norm(results, total, residual, weight, bias=0.0):
     assert (error <= 1.01 * tolerance * expected.abs() + 1e-7).all(), error.max()
 
 
-CODES = [(2, "static_e4m3"), (4, "row_e4m3"), (2, "nvfp4_linear"), (2, "nvfp4_128x4")]
+RANKS = ranks_of_tests(2)  # two ranks may share a GPU, more have one each
+CODES = [
+    (4, "row_e4m3"),  # four may share one here
+    *((n, codes) for n in RANKS for codes in ("static_e4m3", "nvfp4_linear", "nvfp4_128x4")),
+    *((n, "row_e4m3") for n in RANKS if n not in (2, 4)),
+]
 
 
 def modules():
     """Plain sums and norms, codes, and sums of experts."""
     codes = [AllReduceConfig(BF16, ranks, output=output) for ranks, output in CODES]
     kinds = "moe_reduction", "moe_finalize"
-    experts = [AllReduceConfig(BF16, 2, kind, "norm") for kind in kinds]
+    experts = [AllReduceConfig(BF16, n, kind, "norm") for n in RANKS for kind in kinds]
     return [
         *test_all_reduce.modules(),
         *(gen_all_reduce_module(config) for config in [*codes, *experts]),
@@ -151,19 +156,21 @@ def check_e4m3(codes, scaled):
 
 
 @pytest.mark.parametrize("scale", [0.05, torch.tensor([0.02])])
-def test_e4m3_codes_with_a_given_scale(scale):
+@pytest.mark.parametrize("ranks", RANKS)
+def test_e4m3_codes_with_a_given_scale(ranks, scale):
     shape = (TOKENS, HIDDEN), torch.float8_e4m3fn
     for results in run_codes(
-        2, Pattern.kARResidualRMSNormOutFP8Quant, "tensor", "static_e4m3", shape, None,
+        ranks, Pattern.kARResidualRMSNormOutFP8Quant, "tensor", "static_e4m3", shape, None,
         scale_factor=scale,
     ):  # fmt: skip
         check_e4m3(results["quant_out"], results["norm_out"].double() / float(scale))
 
 
-def test_e4m3_codes_with_scales_of_rows():
+@pytest.mark.parametrize("ranks", [n for n, codes in CODES if codes == "row_e4m3"])
+def test_e4m3_codes_with_scales_of_rows(ranks):
     shapes = ((TOKENS, HIDDEN), torch.float8_e4m3fn), ((TOKENS,), FP32)
     for results in run_codes(
-        4, Pattern.kARResidualRMSNormOutDynamicFP8Quant, "tensor", "row_e4m3", *shapes
+        ranks, Pattern.kARResidualRMSNormOutDynamicFP8Quant, "tensor", "row_e4m3", *shapes
     ):
         y = results["norm_out"].double()
         scales = y.abs().amax(-1) / 448
@@ -174,12 +181,13 @@ def test_e4m3_codes_with_scales_of_rows():
 @pytest.mark.parametrize(
     "layout", [comm.QuantizationSFLayout.SWIZZLED_128x4, comm.QuantizationSFLayout.LINEAR]
 )
-def test_nvfp4_codes_are_those_of_the_quantiser(layout):
+@pytest.mark.parametrize("ranks", RANKS)
+def test_nvfp4_codes_are_those_of_the_quantiser(ranks, layout):
     count = patterns.scale_bytes(TOKENS, HIDDEN, layout)
     shapes = ((TOKENS, HIDDEN // 2), torch.uint8), ((count,), torch.uint8)
     everyone = run_codes(
-        2, Pattern.kARResidualRMSNormOutFP4Quant, "tensor", patterns.fp4_result(layout), *shapes,
-        scale_factor=37.5, layout_code=int(layout),
+        ranks, Pattern.kARResidualRMSNormOutFP4Quant, "tensor", patterns.fp4_result(layout),
+        *shapes, scale_factor=37.5, layout_code=int(layout),
     )  # fmt: skip
     layouts = {0: SfLayout.layout_128x4, 2: SfLayout.layout_linear}
     for results in everyone:
@@ -205,36 +213,37 @@ def expert_problem(world_size):
 
 def by_older_names(backend, finalize, x, residual, gamma, moe):
     """The norm by TensorRT-LLM's names."""
-    rank, out = backend.Get_rank(), torch.empty_like(residual)
+    rank, ranks, out = backend.Get_rank(), backend.Get_size(), torch.empty_like(residual)
     _, pointers = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-        rank, 2, TOKENS, HIDDEN, comm_backend=backend
+        rank, ranks, TOKENS, HIDDEN, comm_backend=backend
     )
     backend.barrier()
     if finalize:
         comm.trtllm_moe_finalize_allreduce_fusion(
             x, residual, gamma, moe["expanded_idx_to_permuted_idx"], out, None, None, None,
-            pointers, False, rank, 2, EPS, moe["shared_expert_output"],
+            pointers, False, rank, ranks, EPS, moe["shared_expert_output"],
             moe["expert_scale_factor"], None,
         )  # fmt: skip
     else:
         comm.trtllm_moe_allreduce_fusion(
-            2, rank, TOKENS, HIDDEN, pointers, False, residual, gamma, EPS, 1.0, TERMS,
+            ranks, rank, TOKENS, HIDDEN, pointers, False, residual, gamma, EPS, 1.0, TERMS,
             moe["moe_reduction_scale_input"], moe["moe_reduction_active_experts_token_input"],
             moe["moe_reduction_token_input"], None, None, None, out, None, None,
         )  # fmt: skip
     torch.cuda.current_stream().synchronize()
     backend.barrier()
-    trtllm_ar.opened(pointers, 2, rank).close()  # the function by name is for processes
+    trtllm_ar.opened(pointers, ranks, rank).close()  # the function by name is for processes
     return out
 
 
 @pytest.mark.parametrize("finalize", [False, True])
-def test_sums_of_experts(finalize):
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_of_experts(ranks, finalize):
     torch.manual_seed(0)
-    shared, outputs, scales, rows, weights = expert_problem(2)
-    _, residual, gamma = norm_problem(2)
+    shared, outputs, scales, rows, weights = expert_problem(ranks)
+    _, residual, gamma = norm_problem(ranks)
     kind = "moe_finalize" if finalize else "moe_reduction"
-    all_reduce_call.load(BF16, 2, kind, "norm")
+    all_reduce_call.load(BF16, ranks, kind, "norm")
 
     def body(backend):
         workspace = open_workspace(backend, TOKENS, HIDDEN)
@@ -265,7 +274,7 @@ def test_sums_of_experts(finalize):
         return results
 
     total = torch.zeros(TOKENS, HIDDEN, dtype=torch.double)
-    for r in range(2):
+    for r in range(ranks):
         if finalize:
             picked = outputs[r].view(-1, HIDDEN)[rows[r].long()].double()
             picked[rows[r] < 0] = 0
@@ -273,14 +282,14 @@ def test_sums_of_experts(finalize):
         else:
             total += (outputs[r].double() * scales[r].double()[..., None]).sum(0)
             total += shared[r].double()
-    everyone = run_ranks(2, body)
+    everyone = run_ranks(ranks, body)
     for out, y, z in everyone:
         assert torch.equal(bits(y), bits(z))
         # Each rank's part is rounded, and then the sum.
         torch.testing.assert_close(out.double(), total, rtol=2**-7, atol=0.05)
         expected = normed(out.double() + residual.double(), gamma)
         torch.testing.assert_close(y.double(), expected, rtol=2**-7.9, atol=1e-6)
-    assert torch.equal(everyone[0][0], everyone[1][0])
+    assert all(torch.equal(everyone[0][0], out) for out, *_ in everyone)
 
 
 def test_wrong_patterns_are_refused_by_name():

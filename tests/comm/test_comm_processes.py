@@ -49,11 +49,12 @@ def _start(rank, ranks, port, body, args) -> None:
 
 
 def reduce_by_every_interface(rank: int) -> None:
-    x = [numbers(33, 1024, dtype=torch.bfloat16, seed=r) for r in range(2)]
+    ranks = dist.get_world_size()
+    x = [numbers(33, 1024, dtype=torch.bfloat16, seed=r) for r in range(ranks)]
     mine, expected = x[rank].cuda(), rank_sum(x)
     for _ in range(2):  # the memory comes again after it was freed
         workspace = comm.create_allreduce_fusion_workspace(
-            "auto", 2, rank, 64, 1024, torch.bfloat16, group=dist.group.WORLD
+            "auto", ranks, rank, 64, 1024, torch.bfloat16, group=dist.group.WORLD
         )
         for one_shot in (True, False, None):
             out = comm.allreduce_fusion(mine, workspace, PLAIN, use_oneshot=one_shot)
@@ -62,14 +63,14 @@ def reduce_by_every_interface(rank: int) -> None:
         workspace.destroy()
 
     handles, pointers, metadata = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-        rank, 2, 64, 1024, create_metadata=True, comm_backend=TorchDistBackend()
+        rank, ranks, 64, 1024, create_metadata=True, comm_backend=TorchDistBackend()
     )
     out, residual, normed = (torch.empty_like(mine) for _ in range(3))
     weight = torch.ones(1024, dtype=torch.bfloat16, device="cuda")
-    comm.trtllm_custom_all_reduce(mine, out, 2, rank, pointers)
+    comm.trtllm_custom_all_reduce(mine, out, ranks, rank, pointers)
     assert torch.equal(out.cpu(), expected)
     comm.trtllm_allreduce_fusion(
-        mine.view(-1), 2, rank, 33, 1024, pointers, True, True, True,
+        mine.view(-1), ranks, rank, 33, 1024, pointers, True, True, True,
         comm.AllReduceFusionPattern.kARResidualRMSNorm, None, out, mine, residual, normed,
         None, None, weight, 1e-6, None, None, metadata,
     )  # fmt: skip
@@ -79,20 +80,21 @@ def reduce_by_every_interface(rank: int) -> None:
     torch.testing.assert_close(normed.cpu().float(), reference, rtol=2**-7, atol=1e-5)
     with pytest.raises(ValueError, match="`token_num` times `hidden_dim` must be at most"):
         comm.trtllm_allreduce_fusion(
-            mine, 2, rank, 65, 1024, pointers, False, True, True, PLAIN, None, out,
+            mine, ranks, rank, 65, 1024, pointers, False, True, True, PLAIN, None, out,
             None, None, None, None, None, None, None, None, None, metadata,
         )  # fmt: skip
     comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles)
 
     shared = comm.create_shared_buffer(1024)
-    assert len(shared) == 2 and shared[0] != shared[1]
+    assert len(shared) == ranks and len(set(shared)) == ranks
     comm.free_shared_buffer(shared)
     with pytest.raises(ValueError, match="`pointers` are of no open buffer"):
         comm.free_shared_buffer(shared)
 
 
-def test_every_interface_over_torch_distributed():
-    spawn(reduce_by_every_interface)
+@pytest.mark.parametrize("ranks", ranks_of_tests(2))
+def test_every_interface_over_torch_distributed(ranks):
+    spawn(reduce_by_every_interface, ranks=ranks)
 
 
 def fail(rank: int, how: str) -> None:

@@ -23,6 +23,7 @@ from tests.comm.ranks import (
     bits,
     needs_gpu,
     numbers,
+    ranks_of_tests,
     run_ranks,
     together,
 )
@@ -142,8 +143,9 @@ def test_tokens_go_out_and_outputs_come_back(ranks, kind, stored, in_place):
             assert torch.equal(combined, (once * times).to(BF16))
 
 
-def test_capture_and_replay():
-    ranks, tokens = 2, [7, 9]
+@pytest.mark.parametrize("ranks", ranks_of_tests(2))
+def test_capture_and_replay(ranks):
+    tokens = [7 + 2 * rank for rank in range(ranks)]
     experts = choose(ranks, tokens, "even")
     x = [numbers(n, HIDDEN, dtype=BF16, seed=r) for r, n in enumerate(tokens)]
     expert_memory.load(ExpertDispatchConfig(ranks))
@@ -183,7 +185,7 @@ def test_capture_and_replay():
         assert torch.equal(out, (x[rank].float() * times).to(BF16))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", ranks_of_tests(2, 4))
 def test_two_sided_names(ranks):
     """The same exchange in calls of its own; the second one needs more memory than the first."""
     tokens = [0 if rank == 1 else 5 + 3 * rank for rank in range(ranks)]
