@@ -19,9 +19,10 @@ _WIDE_PART = 1024  # rows of b of a CTA with 128 columns
 
 def takes(a: Any, b: Any) -> bool:
     """Whether the kernels multiply these: few rows, and rows of `b` that are contiguous."""
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_cuda):
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
-    if a.ndim != 2 or b.ndim != 2 or b.stride(1) != 1 or b.stride(0) == 1:
+    # The transpose of a weight, which is the usual case, first.
+    if b.ndim != 2 or b.stride(0) == 1 or b.stride(1) != 1 or a.ndim != 2 or not a.is_cuda:
         return False
     return 1 <= len(a) <= ROWS and len(b) <= _MOST_K
 

@@ -43,6 +43,7 @@ def test_random_exchanges_of_experts(emulator: Emulator, full: bool) -> None:
         (EXCHANGE, "rank < peer ? rank : rank - 1", "rank", ""),
         (DISPATCH, "ExpertFlag::kNumTokens) = 0;", "ExpertFlag::kNumTokens) = 1;", "unused place"),
         (DISPATCH, "expert >= first &&", "true &&", ""),
+        (COMBINE, "slot >= 0 && comm::is_active(params.active, rank)", "slot >= 0", ""),
         (DISPATCH, "if (peer == 0) header->num_done = 0;", "", ""),
         (COMBINE, "if (rows[rank] == nullptr) continue;", "", ""),
         (COMBINE, "comm::tokens_from(workspace, source)", "1u", "combined"),

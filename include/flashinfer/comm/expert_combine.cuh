@@ -70,9 +70,11 @@ __global__ void __launch_bounds__(512)
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
       const int32_t slot = all_slots[static_cast<int64_t>(token) * kRanks + rank];
       const int64_t row = static_cast<int64_t>(workspace.rank) * params.max_tokens + slot;
-      rows[rank] = slot < 0 ? nullptr
-                            : comm::at_offset<Stored>(workspace, rank, params.places) +
-                                  row * params.row_vecs * kVecSize;
+      // Nobody has waited for a rank that the dispatch had and the mask has no longer.
+      const bool is_there = slot >= 0 && comm::is_active(params.active, rank);
+      rows[rank] = is_there ? comm::at_offset<Stored>(workspace, rank, params.places) +
+                                  row * params.row_vecs * kVecSize
+                            : nullptr;
     }
     for (uint32_t vec = threadIdx.x; vec < params.row_vecs; vec += blockDim.x) {
       Vector<Stored, kVecSize> from[kRanks];  // all loads are under way together
