@@ -177,6 +177,8 @@ if _TYPE_CHECKING:
     from .attn_scores import min_block_table_width as min_block_table_width
     from .attn_scores import padded_seq_len as padded_seq_len
     from .attn_scores import precompile_paged_mqa_logits as precompile_paged_mqa_logits
+    from .autotune_cache import autotune_v2 as autotune_v2
+    from .autotune_cache import autotune_v2_reload as autotune_v2_reload
     from .autotuner import MeasurementPolicy as MeasurementPolicy
     from .autotuner import autotune as autotune
     from .concat_ops import concat_mla_kv_quant_fp8 as concat_mla_kv_quant_fp8
@@ -218,6 +220,7 @@ else:
             "padded_seq_len",
             "precompile_paged_mqa_logits",
         ),
+        "autotune_cache": ("autotune_v2", "autotune_v2_reload"),
         "autotuner": ("MeasurementPolicy", "autotune"),
         "concat_ops": ("concat_mla_kv_quant_fp8",),
         "fused_moe": ("cutlass_fused_moe", "reorder_rows_for_gated_act_gemm"),

@@ -303,6 +303,11 @@ FLASHINFER_TOPK_ALGO = _choice(
     "auto",
     ("auto", "cta", "multi_cta", "clusters", "filtered", "cub"),
 )
+FLASHINFER_AUTOTUNE_CACHE_DIR = _path(
+    "FLASHINFER_AUTOTUNE_CACHE_DIR",
+    "Folder of the tuning results that `autotune_v2()` keeps.",
+    "`autotune` in the cache folder",
+)
 FLASHINFER_AUTOTUNER_LOAD_FROM_FILE = _switch(
     "FLASHINFER_AUTOTUNER_LOAD_FROM_FILE",
     "Keep tuning results in the cache folder: load them at the first use, add what is measured.",

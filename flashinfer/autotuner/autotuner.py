@@ -22,6 +22,7 @@ from .candidates import (
     compile_candidates,
     is_in_profile_measurement,
 )
+from .managed import ManagedAutotuneCache, ManagedCacheEntry
 from .measure import MeasurementPolicy, Timer, cuda_timer
 from .process_group import gathered, get_autotune_process_group
 from .runner import TunableRunner, key_of
@@ -60,6 +61,7 @@ class TuningMode:
     round_up: bool | None = None
     replays: int | None = None
     policy: MeasurementPolicy = MeasurementPolicy()
+    managed: bool | None = None  # of a surrounding ``autotune_v2()``: whether the store takes part
 
 
 class AutoTuner:
@@ -98,6 +100,8 @@ class AutoTuner:
         self._lock = threading.RLock()
         self._results: dict[str, dict[str, Any]] = {}  # keyed by the text of a key
         self._records: dict[str, dict[str, Any]] = {}
+        self._measured: set[str] = set()  # keys of results that this process made
+        self._managed: ManagedAutotuneCache | None = None
         self._tuned: set[Any] = set()  # calls whose profiles were tried
         self._known: dict[Any, tuple[int, Any]] = {}  # keyed by operation, runners and shapes
         self._dirty = False
@@ -122,7 +126,7 @@ class AutoTuner:
     @property
     def is_idle(self) -> bool:
         """Whether calls neither measure nor find a result."""
-        return not self._mode.tune and not self._results
+        return not self._mode.tune and not self._results and self._managed is None
 
     @property
     def given_buckets(self) -> tuple[int, ...] | None:
@@ -205,12 +209,28 @@ class AutoTuner:
         `inputs` are passed to `get_cache_key_extras` of the runners.
         """
         profile = self._nearest(input_shapes, tuning_config)
-        for index, runner in enumerate(runners):
-            key = key_of(custom_op, runner, profile, tuning_config, inputs or [])
-            found = self._results.get(key.text())
-            if found is not None:
-                return True, index, _json_to_tactic(found["tactic"]), profile
-        return False, 0, HEURISTIC, None
+        found = self._find(custom_op, runners, profile, tuning_config, inputs or [])
+        return (False, 0, HEURISTIC, None) if found is None else (True, *found, profile)
+
+    def _find(
+        self,
+        custom_op: str,
+        runners: list[TunableRunner],
+        profile: OptimizationProfile,
+        config: TuningConfig,
+        inputs: list[Any],
+    ) -> Candidate | None:
+        """The winner of a profile: of the managed store, of this process, or of a file."""
+        keys = [key_of(custom_op, runner, profile, config, inputs).text() for runner in runners]
+        if self._managed is not None:
+            entry = self._managed.lookup(keys[0], from_disk=self._mode.managed is not False)
+            names = [type(runner).__qualname__ for runner in runners]
+            if entry is not None and entry.runner in names:
+                return names.index(entry.runner), _json_to_tactic(entry.tactic)
+        for index, key in enumerate(keys):
+            if key in self._results:
+                return index, _json_to_tactic(self._results[key]["tactic"])
+        return None
 
     def _look_up(
         self,
@@ -268,7 +288,7 @@ class AutoTuner:
         """Measure the candidates of every profile that has no result."""
         shapes = tuple(map(shape_of, inputs))
         profiles = list(self._profiles(shapes, config))
-        missing = [not self._has(custom_op, runners, p, config, inputs) for p in profiles]
+        missing = [self._find(custom_op, runners, p, config, inputs) is None for p in profiles]
         # A process that has a result still measures with the processes that have none.
         is_missing = [any(column) for column in zip(*gathered(missing), strict=True)]
         jobs = []
@@ -319,17 +339,6 @@ class AutoTuner:
                 seen.add(profile.get_hash_key())
                 yield profile
 
-    def _has(
-        self,
-        custom_op: str,
-        runners: list[TunableRunner],
-        profile: OptimizationProfile,
-        config: TuningConfig,
-        inputs: list[Any],
-    ) -> bool:
-        keys = (key_of(custom_op, runner, profile, config, inputs) for runner in runners)
-        return any(key.text() in self._results for key in keys)
-
     def _record(
         self,
         custom_op: str,
@@ -340,15 +349,18 @@ class AutoTuner:
         winner: Candidate,
     ) -> None:
         """Store the winner, and remove the results of the other runners."""
-        for runner in runners:
-            key = key_of(custom_op, runner, profile, config, inputs)
-            self._results.pop(key.text(), None)
+        keys = [key_of(custom_op, runner, profile, config, inputs).text() for runner in runners]
+        for key in keys:
+            self._results.pop(key, None)
         index, tactic = winner
-        key = key_of(custom_op, runners[index], profile, config, inputs)
-        runner_name = type(runners[index]).__qualname__
-        self._results[key.text()] = {"runner": runner_name, "tactic": _tactic_to_json(tactic)}
+        name, saved = type(runners[index]).__qualname__, _tactic_to_json(tactic)
+        if self._mode.managed and self._managed is not None:
+            self._managed.publish(ManagedCacheEntry(keys[0], name, saved))
+        else:
+            self._results[keys[index]] = {"runner": name, "tactic": saved}
+            self._measured.add(keys[index])
+            self._dirty = True
         self._known.clear()
-        self._dirty = True
         listeners.tell()
 
     def _time(self, call: Callable[[], object], samples: int, replays: int) -> list[float]:
@@ -361,6 +373,28 @@ class AutoTuner:
         return self._timers[policy](call, samples, replays)
 
     # ---- files ---------------------------------------------------------------------------------
+
+    def attach(self, managed: ManagedAutotuneCache) -> None:
+        """Serve the results of a store from now on, in place of another one's."""
+        with self._lock:
+            if self._managed is None or self._managed.path != managed.path:
+                self._managed = managed
+            self._forget_answers()
+
+    def forget_measured(self) -> None:
+        """Forget what this process measured, and read the store again."""
+        with self._lock:
+            for key in self._measured:
+                self._results.pop(key, None)
+            self._measured.clear()
+            if self._managed is not None:
+                self._managed.clear_memo()
+            self._forget_answers()
+
+    def _forget_answers(self) -> None:
+        self._tuned.clear()
+        self._known.clear()
+        listeners.tell()
 
     def load_configs(self, path: str) -> bool:
         """Add the results of a file; they replace present ones with the same keys.
@@ -378,6 +412,7 @@ class AutoTuner:
             return False
         with self._lock:
             self._results |= results
+            self._measured -= results.keys()
             for namespace, values in records.items():
                 self._records.setdefault(namespace, {}).update(values)
             self._known.clear()
@@ -403,14 +438,14 @@ class AutoTuner:
             self._dirty = True
 
     def clear_cache(self) -> None:
-        """Delete all results."""
+        """Delete all results in memory, and let go of the managed store."""
         with self._lock:
             self._results.clear()
             self._records.clear()
-            self._tuned.clear()
-            self._known.clear()
+            self._measured.clear()
+            self._managed = None
             self._dirty = False
-        listeners.tell()
+            self._forget_answers()
 
     def reset_statistics(self) -> None:
         """Start new counts."""
