@@ -88,7 +88,7 @@ def autotune_v2(
     }
     with autotune(mode == "tune", **options):  # type: ignore[arg-type]
         if persistent:
-            tuner.attach(ManagedAutotuneCache(cache_root, measurement_policy or MeasurementPolicy()))
+            tuner.attach(ManagedAutotuneCache(cache_root, measurement_policy))
         # `autotune` restores the mode when the block ends.
         tuner._mode = replace(tuner._mode, managed=persistent)
         listeners.tell()

@@ -1,9 +1,9 @@
 """A store of tuning results that this package places, names and invalidates by itself.
 
-    <root>/v2/<hash of the environment>/manifest.json          the environment, to be read by people
-    <root>/v2/<hash of the environment>/entries/<hash>.json    {"key": ..., "runner": ..., "tactic": ...}
+    <root>/v2/<environment>/manifest.json          what the environment is, to be read by people
+    <root>/v2/<environment>/entries/<hash>.json    {"key": ..., "runner": ..., "tactic": ...}
 
-An environment is a GPU, the versions of this package, CUDA and PyTorch, and the way of measuring:
+An environment, named by a hash, is a GPU, the versions of this package, CUDA and PyTorch, and the way of measuring:
 results of another one lie in another folder, and nothing has to be invalidated. Each entry is a
 file that is replaced as a whole as soon as its winner is known, so that no lock is needed: ranks
 that tune the same operation at once each write one, and the last one stays. An entry that cannot
@@ -63,17 +63,18 @@ class ManagedAutotuneCache:
     ----------
     root : path, optional
         `get_default_cache_root()` if it is left out. It says where the store lies and nothing else.
-    policy : MeasurementPolicy
+    policy : MeasurementPolicy, optional
         How its results were measured.
     """
 
     def __init__(
         self,
         root: str | os.PathLike[str] | None = None,
-        policy: MeasurementPolicy = MeasurementPolicy(),  # noqa: B008: it is frozen
+        policy: MeasurementPolicy | None = None,
     ) -> None:
         self.root = get_default_cache_root() if root is None else Path(root)
-        self.manifest = {**_collect_metadata(), "schema": _SCHEMA, **policy.manifest_fields()}
+        measured = (policy or MeasurementPolicy()).manifest_fields()
+        self.manifest = {**_collect_metadata(), "schema": _SCHEMA, **measured}
         text = json.dumps(self.manifest, sort_keys=True)
         self.path = self.root / _SCHEMA / hashlib.sha256(text.encode()).hexdigest()[:16]
         self._known: dict[str, ManagedCacheEntry | None] = {}  # one look at the disk for each key

@@ -93,7 +93,9 @@ def test_ways_of_measuring_do_not_mix(cache: Path):
         assert choose(fastest(2)) == 0
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"key": "of another", "runner": 1, "tactic": 2}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"key": "of another", "runner": 1, "tactic": 2}']
+)
 def test_an_entry_that_cannot_be_used_is_measured_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: str
 ):
