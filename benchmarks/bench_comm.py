@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from harness import gpu_complaint
 
 from flashinfer import comm, fused_add_rmsnorm
 from flashinfer.comm import schedule
@@ -272,6 +273,10 @@ def main() -> None:
     parser.add_argument("--hidden", nargs="+", type=int, default=[8192], help="columns")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun, which says what each rank's GPU is")
+    if complaint := gpu_complaint():
+        parser.error(complaint)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     tables: dict[str, list[Line]] = {}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from bench_host_overhead import queued_us
+from harness import gpu_complaint
 from tabulate import tabulate
 
 from flashinfer.env import child_environment
@@ -67,6 +68,8 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=200, help="calls per round")
     parser.add_argument("--limit", type=float, help="exit with 1 if NVRTC's path takes more times")
     args = parser.parse_args()
+    if complaint := gpu_complaint():
+        parser.error(complaint)
     with tempfile.TemporaryDirectory(prefix="flashinfer-paths-") as folder:
         old, new = (calls(build(compiler, Path(folder))) for compiler in COMPILERS)
         both = [call for name in old for call in (old[name], new[name])]

@@ -10,10 +10,12 @@ with those of the whole GPU first.
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable
 
 import torch
+from harness import gpu_complaint
 
 import flashinfer
 from flashinfer.green_ctx import split_device_green_ctx_by_sm_count
@@ -130,6 +132,12 @@ def check(work: dict[torch.cuda.Stream, Call], expected: list[torch.Tensor]) -> 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    if complaint := gpu_complaint():
+        parser.error(complaint)
     plans = operations()
     whole, results = {}, {}
     for name, plan in plans.items():

@@ -105,7 +105,11 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=0)
     parser.add_argument("--microseconds", type=float, default=20.0)
     given = parser.parse_args()
-    spans = spans_of(json.loads(given.trace.read_text())["traceEvents"], given.block)
+    try:
+        rows = json.loads(given.trace.read_text())["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{given.trace} is no trace file: {error!r}")
+    spans = spans_of(rows, given.block)
     if not any(spans.values()):
         parser.error(f"--block {given.block} has no events in {given.trace}")
     given.out.write_text(picture(spans, given.block, given.microseconds))

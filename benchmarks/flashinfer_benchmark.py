@@ -12,6 +12,7 @@ raised, 2 for a wrong command line, 3 if there is no usable GPU.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from argparse import Namespace
@@ -192,12 +193,18 @@ def repro_command(case: Namespace, backend: str) -> str:
     return shlex.join(["python", "benchmarks/flashinfer_benchmark.py", *words])
 
 
-def _list_routines() -> None:
+def _list_routines() -> int:
+    lines = []
     for routine in ROUTINES.values():
-        print(f"{routine.name}  (backends: {', '.join(routine.backends)})")
+        lines.append(f"{routine.name}  (backends: {', '.join(routine.backends)})")
         for flag in routine.flags:
             default = "" if flag.parse is bool else f" [{flag.default}]"
-            print(f"    --{flag.name:<14} {flag.help}{default}")
+            lines.append(f"    --{flag.name:<14} {flag.help}{default}")
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `| head` has read enough; the flush at exit needs a place to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OK
 
 
 def _print_options() -> int:
@@ -255,14 +262,13 @@ def main(argv: Sequence[str] | None = None, timer: Timer | None = None) -> int:
     try:
         case = parse_case(argv)
         if case.list_routines:
-            _list_routines()
-            return OK
+            return _list_routines()
         if case.options:
             return _print_options()
         cases = read_testlist(case.testlist, argv) if case.testlist else [case]
         names = list(dict.fromkeys(f.name for r in ROUTINES.values() for f in r.flags))
         if timer is None and (complaint := gpu_complaint()):
-            print(complaint, file=sys.stderr)
+            print(f"{complaint}; --list_routines works without one", file=sys.stderr)
             return NO_GPU
         sink = report.open_sink(case.output_path, names) if case.output_path else None
     except (UsageError, ValueError) as error:

@@ -151,5 +151,5 @@ def gpu_complaint() -> str | None:
             if built is None
             else f"PyTorch (CUDA {built}) finds no device"
         )
-        return f"no usable GPU: {why}; --list_routines works without one"
+        return f"no usable GPU: {why}"
     return None

@@ -26,8 +26,16 @@ import flashinfer
 
 # The command line has `--help`, the reference backend's stand-ins and the log no names to call.
 LEFT_OUT = {"__main__", "cli", "compat", "env", "version"}
-# Modules of packages from which engines import names.
-DEEPER = ("jit.attention",)
+# Modules of packages from which engines import names, or guides tell users to.
+DEEPER = (
+    "autotuner.listeners",
+    "comm.comm_backend",
+    "comm.mnnvl",
+    "comm.trtllm_alltoall",
+    "fused_moe.adapters",
+    "gdn_kernels.gdn_decode_bf16_state",
+    "jit.attention",
+)
 
 
 NUMPY = Config(

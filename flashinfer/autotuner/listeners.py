@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+__all__ = ["call_on_change"]
+
 _listeners: list[Callable[[], object]] = []
 
 

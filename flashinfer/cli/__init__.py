@@ -1,8 +1,9 @@
 """The command line. One file per group of commands; what they print goes through `tables`.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage (click's own), 3 the answer is "no" (`module-status`
-with a filter when a module is not built, `replay --compare` when results differ, `compare-sass`
-and `compare-compilers` when machine code does, `list-cubins` when one is refused).
+Exit codes: 0 done, 1 failed, 2 wrong usage (click's own), 3 the answer is "no" (`module-status
+--check` when a module is not built, `replay --compare` when results differ, `compare-sass` and
+`compare-compilers` when machine code does, `list-cubins` when one is refused), 4 `module-status
+--verify` found damage.
 """
 
 from __future__ import annotations

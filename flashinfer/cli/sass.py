@@ -121,7 +121,8 @@ def _baseline(path: Path, patterns: Sequence[str], scratch: Path) -> dict[str, P
         )
         changes = {"PYTHONPATH": str(path), "FLASHINFER_CUDA_ARCH_LIST": targets}
         command = [sys.executable, "-m", "flashinfer.aot", "--out-dir", str(scratch), *patterns]
-        subprocess.run(command, cwd=path, env=child_environment(changes), check=True)
+        if subprocess.run(command, cwd=path, env=child_environment(changes)).returncode:
+            raise ValueError(f"the modules of {path} could not be built; its own message is above")
         path = scratch
     entries = (read_entry(folder) for folder in sorted(path.glob("*/*")) if folder.is_dir())
     found = {entry.folder.parent.name: entry.library for entry in entries if entry is not None}
@@ -158,10 +159,11 @@ def compare_sass(baseline: Path, patterns: tuple[str, ...]) -> None:
     constants, registers, stack or shared memory differ, and exits with 3 if any do.
     """
     specs = select_modules(patterns=patterns)
-    build_jit_specs(specs)
-    libraries = {spec.name: entry.library for spec in specs if (entry := spec.find())}
     with tempfile.TemporaryDirectory() as scratch:
+        # First, since building ours takes long, and a folder without modules is soon refused.
         before = _baseline(baseline.resolve(), patterns, Path(scratch))
+        build_jit_specs(specs)
+        libraries = {spec.name: entry.library for spec in specs if (entry := spec.find())}
         different = _report(before, libraries)
     new = len(libraries.keys() - before.keys())
     click.echo(f"{len(before) - different} of {len(before)} modules are equal; {new} are new.")

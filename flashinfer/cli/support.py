@@ -11,10 +11,10 @@ modules does.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import pkgutil
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -151,8 +151,23 @@ def rewrite(document: str) -> str:
     return new
 
 
-if __name__ == "__main__":
-    for file in map(Path, sys.argv[1:]):
-        file.write_text(rewrite(file.read_text()))
-    if len(sys.argv) == 1:
+def main() -> None:
+    """Print the table, or rewrite it in the documents that are named."""
+    parser = argparse.ArgumentParser(
+        "python -m flashinfer.cli.support", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "documents", nargs="*", type=Path, help="files with the table's marks; none: print it"
+    )
+    documents = parser.parse_args().documents
+    for file in documents:
+        try:
+            file.write_text(rewrite(file.read_text()))
+        except (OSError, ValueError) as error:
+            parser.error(f"{file}: {error}")
+    if not documents:
         print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from .._compile.handles import Planned
 
+__all__ = ["ThreadBackend", "TorchDistBackend"]
+
 
 class TorchDistBackend(Planned):
     """The interface `CommBackend` on a process group of ``torch.distributed``.

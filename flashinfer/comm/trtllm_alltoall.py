@@ -19,6 +19,8 @@ from .expert_memory import ExpertMemory, expert_backend
 from .mapping import Mapping
 from .mnnvl import MnnvlConfig
 
+__all__ = ["MnnvlMoe", "MoEAlltoallInfo"]
+
 _MAX_TOKENS_AT_FIRST, _BYTES_AT_FIRST = 256, 4096  # memory grows with the calls
 
 

@@ -11,6 +11,8 @@ from .._moe.adapters import MAX_MATRICES, Part, find_matrices, multiply, sum_by_
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.moe_adapters import expand_pairs_trace, shrink_pairs_trace
 
+__all__ = ["expand_pairs", "shrink_pairs"]
+
 _HALF = (torch.bfloat16, torch.float16)
 _INDEX = (torch.int32, torch.int64)
 _MULTIPLE = 8

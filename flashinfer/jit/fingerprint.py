@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import files
-from .errors import JitError
+from .errors import JitError, ToolchainError
 from .files import Stamp
 
 # White space and comments may stand between the words of a directive.
@@ -78,8 +78,20 @@ def digest(value: object) -> str:
 
 
 def system_abi() -> dict[str, str]:
-    """The platform and the FFI interface that a binary is made for."""
-    import tvm_ffi
+    """The platform and the FFI interface that a binary is made for.
+
+    Raises
+    ------
+    ToolchainError
+        If TVM-FFI is not installed: no module can be built or loaded without it.
+    """
+    try:
+        import tvm_ffi
+    except ModuleNotFoundError as error:
+        raise ToolchainError(
+            f"TVM-FFI, which every compiled module needs, cannot be imported: {error}.\n"
+            "  hint: pip install apache-tvm-ffi"
+        ) from error
 
     # Patch releases keep the C ABI; they count as part of the toolchain.
     abi = ".".join(tvm_ffi.__version__.split(".")[:2])

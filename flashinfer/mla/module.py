@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..jit.attention.mla import get_mla_module_of, mla_config
+from .._attention.plan.no_kernel import NO_MODULE, is_computed_from_plans
+from ..jit.attention.mla import MlaPlanner, get_mla_module_of, mla_config
 
 __all__ = ["get_batch_mla_module"]
 
@@ -73,6 +74,22 @@ class PlannedModule:
             If the wrapper has no plan yet, or its plan has other heads or another mask.
         """
         self._plan_again(qo_indptr, kv_indptr, kv_len_arr, (num_heads, head_dim_ckv, causal))
+
+
+def planner_if_any() -> MlaPlanner | None:
+    """A planner; None where there is none and a reference computes, which needs its checks alone.
+
+    Raises
+    ------
+    flashinfer.jit.JitError
+        If the planner can be neither found nor compiled, and a kernel would need it.
+    """
+    try:
+        return MlaPlanner()
+    except NO_MODULE:
+        if not is_computed_from_plans():
+            raise
+        return None
 
 
 def without_gpu(*_: Any) -> None:

@@ -18,7 +18,7 @@ from ..jit.attention.mla import MlaPlanner, get_mla_module_of
 from ..trace.templates.mla import mla_run_trace
 from .call import CallModes, MlaCall, read_call, read_call_modes, refuse_modes
 from .metadata import MLAPlanMetadata
-from .module import PlannedModule, without_gpu
+from .module import PlannedModule, planner_if_any, without_gpu
 from .problem import MlaBatch, MlaOptions, place_indices, read_batch, read_options
 
 if TYPE_CHECKING:
@@ -256,8 +256,6 @@ class BatchMLAPagedAttentionWrapper(Planned):
         self._plan_batch(options, read_batch(metadata, given, options.page_size))
 
     def _plan_batch(self, options: MlaOptions, batch: MlaBatch) -> None:
-        if self._planner is None:
-            self._planner = MlaPlanner()
         if self._use_cuda_graph:
             self._check_capacity(batch)
         elif batch.kv_indices.numel() < int(batch.kv_indptr[-1]):
@@ -277,9 +275,11 @@ class BatchMLAPagedAttentionWrapper(Planned):
     def _make_plan(self, options: MlaOptions, lists: tuple[torch.Tensor, ...]) -> None:
         """Plan for `qo_indptr`, `kv_indptr` and `kv_len_arr`, on the current stream's SMs."""
         qo_indptr, kv_indptr, kv_len_arr = lists
-        assert self._planner is not None
+        planner = self._planner = self._planner or planner_if_any()
+        if planner is None:
+            return
         on_gpu = self.device.type == "cuda"
-        self._planner.make(
+        planner.make(
             self._int_workspace_buffer if on_gpu else None,
             self._float_bytes,
             qo_indptr,

@@ -1,5 +1,6 @@
 """The benchmark command line: parsing, test lists, repro commands, refusals."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -146,6 +147,32 @@ def test_without_a_gpu_it_exits_with_3_and_writes_nothing(tmp_path):
     assert done.returncode == cli.NO_GPU, done.stderr
     assert "no usable GPU" in done.stderr
     assert not path.exists()
+
+
+def test_a_reader_that_has_enough_of_the_list_is_no_error():
+    command = [sys.executable, str(BENCHMARKS / "flashinfer_benchmark.py"), "--list_routines"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        done.stdout.close()
+        assert done.stderr.read() == b""
+    assert done.returncode == cli.OK
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("bench_comm.py", "start it with torchrun"),
+        ("bench_compiler_paths.py", "no usable GPU"),
+        ("bench_green_contexts.py", "no usable GPU"),
+    ],
+)
+def test_what_a_benchmark_lacks_is_a_line(name, message):
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name)],
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == cli.USAGE and message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # ---- test lists and repro commands ---------------------------------------------------------------

@@ -107,6 +107,21 @@ def test_help_and_version_do_not_import_torch(tmp_path, how, words):
     assert ("replay" in done.stdout + done.stderr) == (words in ([], ["--help"], ["-h"]))
 
 
+def test_a_reader_that_has_gone_is_no_error():
+    code = "import os; os.close(1); os.dup2(os.pipe()[1], 1); os.close(3)\n"
+    code += "from flashinfer.cli import main; main(['show-config'])"
+    assert start(launcher=("-c", code)).stderr == ""
+
+
+def test_the_program_of_the_table_has_help_and_refuses_what_is_no_document(tmp_path):
+    program = ("-m", "flashinfer.cli.support")
+    assert "documents" in start("--help", launcher=program).stdout
+    (tmp_path / "text.md").write_text("no marks")
+    for name, message in (("missing.md", "No such file"), ("text.md", "operations")):
+        done = start(str(tmp_path / name), launcher=program)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_program_of_another_name_gets_all_operations(tmp_path):
     """Its arguments do not matter: `serve --help` imports what it needs."""
     (tmp_path / "serve").write_text("from flashinfer import rmsnorm, __version__\nprint('fine')\n")

@@ -43,10 +43,21 @@ def test_kernels_of_one_side_only_are_told():
 
 
 def test_a_folder_without_modules_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flashinfer.cli.sass.build_jit_specs", lambda specs: None)
+    built: list[object] = []
+    monkeypatch.setattr("flashinfer.cli.sass.build_jit_specs", built.extend)
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     result = CliRunner().invoke(main, ["compare-sass", str(tmp_path), "attention_plan"])
     assert result.exit_code == 1 and "is no checkout" in result.output
+    assert built == [], "nothing is built before the refusal"
+
+
+def test_a_checkout_that_does_not_build_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    (tmp_path / "flashinfer" / "aot.py").write_text("raise SystemExit(1)\n")
+    result = CliRunner().invoke(main, ["compare-sass", str(tmp_path), "attention_plan"])
+    assert result.exit_code == 1 and f"the modules of {tmp_path} could not be" in result.output
 
 
 @pytest.mark.compiler

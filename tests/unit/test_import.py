@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 import flashinfer
+from flashinfer.jit import fingerprint
+from flashinfer.jit.errors import ToolchainError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,14 +142,37 @@ sys.meta_path.insert(0, Missing())
 for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
     del sys.modules[name]
 import flashinfer
-print(flashinfer.rmsnorm(torch.ones(2, 8).half(), torch.ones(8).half()).tolist())
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+workspace = torch.empty(1 << 20, dtype=torch.uint8)
+decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+decode.plan(ints(0, 1), ints(0), ints(4), 2, 2, 64, 4)
+half = torch.ones(1, 2, 4, 2, 64).half()
+mla = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace)
+types = (torch.bfloat16, torch.bfloat16)
+mla.plan(ints(0, 1), ints(0, 1), ints(0), ints(4), 16, 512, 64, 64, False, 1.0, *types)
+q, cache = torch.ones(1, 16, 576).bfloat16(), torch.ones(1, 64, 576).bfloat16()
+latent = mla.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:])
+print([
+    flashinfer.rmsnorm(torch.ones(2, 8).half(), torch.ones(8).half()).tolist(),
+    decode.run(half[0, 0, 0][None], half).unique().tolist(),
+    latent.unique().tolist(),
+])
 """
 
 
 def test_a_checkout_runs_with_torch_numpy_and_packaging():
-    """README says so of `PYTHONPATH=<this folder>`."""
+    """README says so of `PYTHONPATH=<this folder>`; plans go without their native checks."""
     env = os.environ | {"FLASHINFER_BACKEND": "reference"}
-    assert run_watched(WITHOUT_OTHERS, env) == [[1.0] * 8] * 2
+    assert run_watched(WITHOUT_OTHERS, env) == [[[1.0] * 8] * 2, [1.0], [1.0]]
+
+
+def test_a_module_without_tvm_ffi_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+    with pytest.raises(ToolchainError, match="pip install apache-tvm-ffi"):
+        fingerprint.system_abi()
 
 
 WITHOUT_COMPILER = """
@@ -161,6 +186,9 @@ decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
 decode.plan(ints(0, 1), ints(0), ints(4), 2, 2, 64, 4)
 prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
 prefill.plan(ints(0, 3), ints(0, 1), ints(0), ints(4), 2, 2, 64, 4, causal=True)
+mla = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace)
+types = (torch.bfloat16, torch.bfloat16)
+mla.plan(ints(0, 1), ints(0, 1), ints(0), ints(4), 16, 512, 64, 64, False, 1.0, *types)
 print([decode._plan_info, prefill._plan_info])
 """
 

@@ -138,6 +138,11 @@ def test_a_block_is_drawn(tmp_path: Path):
     trace.write_text(json.dumps({"traceEvents": rows}))
     command = [sys.executable, str(ROOT / "benchmarks" / "draw_profile.py"), str(trace), str(out)]
     assert subprocess.run([*command, "--block", "4"], capture_output=True).returncode == 2
+    (tmp_path / "text").write_text("{}")
+    for wrong in ("missing", "text"):
+        words = [*command[:2], str(tmp_path / wrong), str(out)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == 2 and f"{wrong} is no trace file" in done.stderr
     subprocess.run([*command, "--block", "3"], check=True)
     drawn = out.read_text()
     assert ElementTree.fromstring(drawn).tag.endswith("}svg")

@@ -18,8 +18,7 @@ from ...jit.attention.config import (
     decode_tile_q,
 )
 from ...jit.attention.hopper import hopper_tile_q
-from ...jit.errors import MissingJITCacheError, ToolchainError
-from .no_kernel import is_computed_from_plans
+from .no_kernel import NO_MODULE, is_computed_from_plans
 from .planner import KernelEstimate, estimate_kernels
 from .requests import AttentionProblem, Requests
 from .spec import AttentionSpec
@@ -131,7 +130,7 @@ def estimate(
         page_size = requests.page_size
         model = kernel_model(spec, page_size, tile_q_second, fixed_split_size, with_hopper)
         return estimate_kernels(model, requests)
-    except (MissingJITCacheError, ToolchainError):
+    except NO_MODULE:
         if not is_computed_from_plans():
             raise
         tile_q = choose_tile_q(0, 0, spec.tile_head_dim, fixed_split_size)

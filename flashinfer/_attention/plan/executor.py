@@ -9,7 +9,6 @@ import torch
 
 from ...jit.attention.config import AttentionConfig
 from ...jit.attention.modules import AttentionModule, CtaSlots
-from ...jit.errors import MissingJITCacheError, ToolchainError
 from ..checks import HeadScales
 from .choice import KernelChoice, choose_kernel
 from .gathering import Gathering, is_worth_gathering
@@ -25,7 +24,7 @@ from .launch import (
     Workspaces,
     check_workspace,
 )
-from .no_kernel import is_computed_from_plans
+from .no_kernel import NO_MODULE, is_computed_from_plans
 from .planner import AttentionPlanner, PlanConfig, bind, slots_of_stream
 from .requests import AttentionProblem, CustomMask, DeviceLengths
 from .spec import KernelOptions
@@ -34,8 +33,6 @@ from .tiles import kv_tiles
 INT_WORKSPACE_BYTES = 8 << 20
 """Work lists of some 100,000 tiles."""
 
-# The planner is compiled for the host. A reference needs its checks alone, and can go without them.
-_NO_MODULE = (ToolchainError, MissingJITCacheError)
 _NOMINAL_CTA_SLOTS = CtaSlots(264, 1)  # for plans without a GPU
 
 
@@ -210,7 +207,7 @@ class AttentionExecutor:
         try:
             self._checker = self._configured(problem, key, _NOMINAL_CTA_SLOTS, NO_OPTIONS, ALL_ROWS)
             self._checker.plan(None, -1, problem.requests, second and second.requests)
-        except _NO_MODULE:
+        except NO_MODULE:
             if not is_computed_from_plans():
                 raise
         finally:
@@ -452,7 +449,7 @@ class AttentionExecutor:
             planner = self._configured(problem, key, _NOMINAL_CTA_SLOTS, self._options, rows)
             seconds = None if second is None else second.requests
             planner.plan(self.workspaces.ints, self._float_bytes, problem.requests, seconds)
-        except _NO_MODULE:
+        except NO_MODULE:
             if not is_computed_from_plans():
                 raise
         self._check_is_computed()

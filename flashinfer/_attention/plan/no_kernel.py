@@ -10,6 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+from ...jit.errors import MissingJITCacheError, ToolchainError
+
+NO_MODULE = (ToolchainError, MissingJITCacheError)
+"""What a planner, which is compiled for the host, raises where it can be neither found nor built.
+
+A reference needs its checks alone, and can go without them."""
+
 
 def _nothing_computes() -> bool:
     return False
