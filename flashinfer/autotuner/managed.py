@@ -3,11 +3,11 @@
     <root>/v2/<environment>/manifest.json          what the environment is, to be read by people
     <root>/v2/<environment>/entries/<hash>.json    {"key": ..., "runner": ..., "tactic": ...}
 
-An environment, named by a hash, is a GPU, the versions of this package, CUDA and PyTorch, and the way of measuring:
-results of another one lie in another folder, and nothing has to be invalidated. Each entry is a
-file that is replaced as a whole as soon as its winner is known, so that no lock is needed: ranks
-that tune the same operation at once each write one, and the last one stays. An entry that cannot
-be used is missing, which costs a measurement and never a start.
+An environment, named by a hash, is a GPU, the versions of this package, CUDA and PyTorch, and the
+way of measuring: results of another one lie in another folder, and nothing has to be invalidated.
+Each entry is a file that is replaced as a whole as soon as its winner is known, so that no lock is
+needed: ranks that tune the same operation at once each write one, and the last one stays. An entry
+that cannot be used is missing, which costs a measurement and never a start.
 """
 
 from __future__ import annotations
