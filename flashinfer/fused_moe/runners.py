@@ -157,7 +157,7 @@ class MoERunner(TunableRunner):
         config, here = self.config, self.num_local_experts
         if fc1.shape[0] != here:
             raise ValueError(f"`weights` must be of {here} experts, got {fc1.shape[0]}")
-        return cutlass_fused_moe(
+        (out,) = cutlass_fused_moe(
             hidden,
             ids,
             scales,
@@ -176,6 +176,7 @@ class MoERunner(TunableRunner):
             use_deepseek_fp8_block_scale=config.quant.weight == QuantFormat.DeepSeekFp8,
             use_w4_group_scaling=config.quant.weight == QuantFormat.MXFP4,
         )
+        return out
 
 
 class CutlassBf16Runner(MoERunner):
