@@ -287,6 +287,8 @@ def allreduce_fusion(
         `input`.
     residual_out, norm_out, quant_out, scale_out : torch.Tensor, optional
         What the pattern writes; None: made, except `norm_out` where the pattern has codes only.
+        Rows may be those of `input` (where it has ``[tokens, hidden]``) and of `residual_in`, one
+        result each; any other overlap is refused.
         Codes are float8_e4m3fn ``[tokens, hidden]`` or two e2m1 in a byte, ``[tokens, hidden //
         2]``.
         Scales are e4m3 bytes of 16 elements (FP4), where padding is not written; or float32
