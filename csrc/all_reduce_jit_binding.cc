@@ -11,7 +11,7 @@
 #include "all_reduce.h"
 #include "comm_binding.h"
 
-#include <type_traits>
+#include <algorithm>
 
 namespace flashinfer {
 namespace {
@@ -194,6 +194,7 @@ void take_moe(ffi::Args args, const ffi::Tensor& input, AllReduceParams& params,
   }
   params.permuted_rows = static_cast<const int32_t*>(rows.data());
   params.num_terms = static_cast<uint32_t>(rows.dim(1));
+  params.num_input_rows = static_cast<uint32_t>(std::min<int64_t>(input.dim(0), INT32_MAX));
   const ffi::Tensor shared = args.optional_tensor("shared_expert_output");
   if (shared) {
     check_rows(shared);

@@ -178,7 +178,8 @@ def trtllm_moe_finalize_allreduce_fusion(
     residual_in, norm_weight : torch.Tensor
         ``[tokens, hidden]`` and ``[hidden]``.
     expanded_idx_to_permuted_idx : torch.Tensor
-        ``[tokens, top_k]``, int32: rows of `allreduce_in`, -1 for an expert of another rank.
+        ``[tokens, top_k]``, int32: rows of `allreduce_in`; other numbers, as -1, for experts of
+        other ranks.
     norm_out, residual_out : torch.Tensor, optional
         ``[tokens, hidden]``, written if given.
     quant_out, scale_out : torch.Tensor, optional

@@ -52,11 +52,11 @@ struct MoeMapParams {
 struct MoeCombineParams {
   const void* rows;
   int64_t rows_stride;
-  const int32_t* entry_row;  // [num_tokens, top_k]; negative: nothing
+  const int32_t* entry_row;  // [num_tokens, top_k]; others than 0 to num_rows - 1: nothing
   const float* weights;      // [num_tokens, top_k]
   void* out;                 // [num_tokens, hidden]
   int64_t out_stride;
-  uint32_t num_tokens, top_k, hidden;
+  uint32_t num_rows, num_tokens, top_k, hidden;
   // The previous kernel of the stream writes nothing but rows: what it follows has finished.
   bool starts_early;
 };
