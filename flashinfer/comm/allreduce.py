@@ -23,7 +23,7 @@ from .workspace_base import AllReduceFusionWorkspace
 
 
 class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
-    """Receive buffers over CUDA IPC. Creation, restoring and destruction are collective.
+    """Receive buffers over CUDA IPC. Creation, preparing and restoring are collective.
 
     Parameters
     ----------
@@ -139,7 +139,10 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         return not one_shot or (tp_size - 1) * num_bytes <= self._peers.half_bytes
 
     def checkpoint_prepare(self) -> None:
-        """Free the shared memory and keep the arguments. Graphs captured before are invalid."""
+        """Free the shared memory and keep the arguments. Collective.
+
+        Graphs captured before are invalid.
+        """
         if self._peers is not None:
             self._peers.close()
             self._peers = None
@@ -152,9 +155,15 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             self._open(comm_backend)
 
     def destroy(self) -> None:
-        """Free the memory. Collective; a second call does nothing."""
-        self.checkpoint_prepare()
+        """Give the memory up without waiting for another rank; a second call does nothing.
+
+        Other ranks may be gone. What they may have open is freed when the same ranks create their
+        next workspace, or with the process; `checkpoint_prepare` before it frees at once.
+        """
         self._destroyed = True
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close(collective=False)
 
 
 @says_where_it_runs(since(80), {"trtllm": since(80), "auto": since(80)})
@@ -195,7 +204,7 @@ def create_allreduce_fusion_workspace(
     Returns
     -------
     AllReduceFusionWorkspace
-        Its `destroy` is collective, too.
+        Its `destroy` waits for nobody.
 
     Raises
     ------
@@ -316,7 +325,8 @@ def allreduce_fusion(
     moe_reduction_token_input : torch.Tensor, optional
         ``[tokens, hidden]``, added to the experts' weighted sum.
     expanded_idx_to_permuted_idx : torch.Tensor, optional
-        ``[tokens, top_k]``, int32: rows of `input`, -1 for an expert of another rank.
+        ``[tokens, top_k]``, int32: rows of `input`; other numbers, as -1, for experts of other
+        ranks.
     expert_scale_factor : torch.Tensor, optional
         ``[tokens, top_k]``, dtype of `input`; None: ones.
     shared_expert_output : torch.Tensor, optional

@@ -158,12 +158,14 @@ class PeerWorkspace:
         kernel(self.bytes, first, *arguments)
 
     def close(self, collective: bool = True) -> None:
-        """Free everything. Collective unless told otherwise."""
+        """Free everything. Collective unless told otherwise, see `SharedBuffers.close`."""
         if self._closed:
             return
         self._closed = True
-        self._buffers.close(collective)
-        self._flags.close(collective)
+        try:
+            self._buffers.close(collective)
+        finally:
+            self._flags.close(collective)
 
 
 def _uuid() -> str:
