@@ -178,6 +178,19 @@ def create_allreduce_fusion_workspace(
     comm_backend: Any | None = None,
     force_oneshot_support: bool = False,
     group: Any | None = None,
+    *,
+    top_k: int | None = None,
+    rms_eps: float | None = None,
+    weight_bias: float | None = None,
+    routed_scaling_factor: float | None = None,
+    include_shared_expert: bool | None = None,
+    add_residual: bool | None = None,
+    write_residual_output: bool | None = None,
+    apply_rms_norm: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+    dynamic_fp8: bool | None = None,
+    write_norm_output: bool | None = None,
+    config: Any | None = None,
 ) -> AllReduceFusionWorkspace:
     """Create the memory that `allreduce_fusion` needs. Collective.
 
@@ -200,6 +213,11 @@ def create_allreduce_fusion_workspace(
         Room for one-shot at the largest size.
     group : torch.distributed.ProcessGroup, optional
         The ranks; None: all processes. Give it wherever there are more processes than ranks.
+    top_k, rms_eps, weight_bias, routed_scaling_factor, include_shared_expert, add_residual
+        Must be None, as the next ones: what kernels of multicast are compiled for. Here each call
+        says it.
+    write_residual_output, apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
+        Must be None.
 
     Returns
     -------
@@ -219,6 +237,20 @@ def create_allreduce_fusion_workspace(
             "take 'trtllm' or 'auto'"
         )
     checks.choice("backend", backend, ("auto", "trtllm"))
+    _refuse_constants(
+        top_k=top_k,
+        rms_eps=rms_eps,
+        weight_bias=weight_bias,
+        routed_scaling_factor=routed_scaling_factor,
+        include_shared_expert=include_shared_expert,
+        add_residual=add_residual,
+        write_residual_output=write_residual_output,
+        apply_rms_norm=apply_rms_norm,
+        output_dtype=output_dtype,
+        dynamic_fp8=dynamic_fp8,
+        write_norm_output=write_norm_output,
+        config=config,
+    )
     if gpus_per_node is not None and checks.count("gpus_per_node", gpus_per_node) < world_size:
         raise ValueError(
             f"`gpus_per_node` must be at least `world_size`, {world_size}, got {gpus_per_node}: "
@@ -234,6 +266,16 @@ def create_allreduce_fusion_workspace(
         group,
         force_oneshot_support=checks.flag("force_oneshot_support", force_oneshot_support),
     )
+
+
+def _refuse_constants(**constants: Any) -> None:
+    """Refuse what only workspaces of multicast are made for."""
+    for name, value in constants.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` must be None, got {value!r}: it is of `backend` 'mnnvl-cutedsl', and "
+                "here calls of allreduce_fusion say what they compute"
+            )
 
 
 @graph_operator("output", *FUSION_OUTPUTS, results=fusion_results, fixed=("pattern",))

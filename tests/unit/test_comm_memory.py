@@ -1,4 +1,4 @@
-"""Shared memory of ranks without a GPU: who frees it, and when, with a runtime that keeps account."""
+"""Shared memory of ranks without a GPU: who frees it, and when."""
 
 from __future__ import annotations
 
