@@ -6,6 +6,10 @@
 
 namespace flashinfer {
 
+// What kernels hold at most, which bindings check: a lane of a warp for each choice of a token and
+// for each group of experts, and an offset in shared memory for each expert that is here.
+inline constexpr int kMoeMaxChoices = 32, kMoeMaxGroups = 32, kMoeMaxExperts = 1024;
+
 // How a router's logits become scores.
 enum class MoeScore { softmax, sigmoid };
 
