@@ -227,10 +227,10 @@ def check_routing(
         )
 
 
-def check_workspace(workspace: torch.Tensor | None) -> None:
-    """A contiguous vector."""
+def check_workspace(name: str, workspace: torch.Tensor | None, device: torch.device) -> None:
+    """A contiguous vector where the tokens are."""
     if workspace is None:
         return
-    checks.tensor("workspace_buffer", workspace, 1)
-    if not workspace.is_contiguous():
-        raise ValueError(f"`workspace_buffer` must be contiguous, got strides {workspace.stride()}")
+    checks.contiguous(name, workspace, 1)
+    if workspace.device != device:
+        raise ValueError(f"`{name}` must be on {device} as the tokens, got {workspace.device}")

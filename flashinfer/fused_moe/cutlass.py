@@ -61,7 +61,7 @@ def _check(
     checks.tensor("input", input, 2)
     checks.tensors(fc1_expert_weights=fc1_expert_weights, fc2_expert_weights=fc2_expert_weights)
     moe_arguments.check_routing(input.shape[0], token_selected_experts, token_final_scales)
-    moe_arguments.check_workspace(workspace_buffer)
+    moe_arguments.check_workspace("workspace_buffer", workspace_buffer, input.device)
     checks.flag("enable_alltoall", enable_alltoall)
     checks.flag("swizzled_input_sf", swizzled_input_sf)
     checks.flag("use_fused_finalize", use_fused_finalize)
