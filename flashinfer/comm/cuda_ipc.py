@@ -187,6 +187,7 @@ class SharedBuffers:
             self.backend.barrier()  # the owner frees after everyone has closed
             self._free()
         else:
+            self.backend = None  # what stays keeps no group alive
             with _left_lock:
                 _left.append(self)
 
