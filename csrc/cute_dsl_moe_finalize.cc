@@ -24,8 +24,9 @@ cudaError_t moe_combine(const MoeCombineParams& params, bool enable_pdl, cudaStr
   const auto writable = [](const void* pointer) { return const_cast<void*>(pointer); };
   return static_cast<cudaError_t>(cute_dsl_moe_finalize_kernel_wrapper(
       nullptr, writable(params.rows), writable(params.entry_row), writable(params.weights),
-      params.out, params.rows_stride, params.out_stride, static_cast<int32_t>(params.num_tokens),
-      static_cast<int32_t>(params.hidden), enable_pdl, stream));
+      params.out, params.rows_stride, params.out_stride, static_cast<int32_t>(params.num_rows),
+      static_cast<int32_t>(params.num_tokens), static_cast<int32_t>(params.hidden), enable_pdl,
+      stream));
 }
 
 }  // namespace flashinfer

@@ -2,8 +2,8 @@
 //     outputs   [ranks, max_tokens, hidden]: what the experts here made of received tokens
 //     combined  [tokens, hidden]
 //     active    ranks that take part: a number with a bit for each, or int64 [1] on the device
-//     places    (is_in_workspace, slots, places, scale): outputs lie in the buffer at `places`;
-//               offsets in bytes; sums are multiplied by `scale`
+//     places    (is_in_workspace, slots, places): outputs lie in the buffer at `places`; offsets in
+//               bytes
 //
 // `workspace` has the bytes of a CommWorkspace of flashinfer/comm/workspace.h, a CPU tensor. Python
 // checks that everything fits the buffer.
@@ -17,7 +17,7 @@ FLASHINFER_FFI_EXPORT(expert_combine, args) {
   const ffi::Tensor outputs = args.tensor("payload");
   const ffi::Tensor combined = args.tensor("output");
   params.active = take_active_ranks(args, outputs);
-  ffi::Args places = args.group("places", 4);
+  ffi::Args places = args.group("places", 3);
   const ffi::Args::Flag pdl = args.optional_flag("enable_pdl");
   args.all_taken();
   params.workspace = workspace_of(workspace, FLASHINFER_CFG_WORLD_SIZE);
@@ -42,7 +42,6 @@ FLASHINFER_FFI_EXPORT(expert_combine, args) {
   const bool is_in_workspace = places.flag("payload_in_workspace");
   params.slots = places.integer("slots");
   params.places = places.integer("places");
-  params.scale = static_cast<float>(places.number("output_scalar_scale"));
   params.outputs = is_in_workspace ? nullptr : outputs.data();
   params.combined = combined.data();
   params.num_tokens = static_cast<uint32_t>(combined.dim(0));

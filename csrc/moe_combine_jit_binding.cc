@@ -3,6 +3,8 @@
 #include "ffi.h"
 #include "moe_combine.h"
 
+#include <algorithm>
+
 namespace flashinfer {
 namespace {
 
@@ -59,6 +61,7 @@ void run(ffi::Args& args) {
   params.weights = static_cast<const float*>(weights.data());
   params.out = out.data();
   params.out_stride = out.stride(0);
+  params.num_rows = static_cast<uint32_t>(std::min<int64_t>(rows.dim(0), INT32_MAX));
   params.num_tokens = static_cast<uint32_t>(out.dim(0));
   params.top_k = static_cast<uint32_t>(entry_row.dim(1));
   params.hidden = static_cast<uint32_t>(out.dim(1));

@@ -11,7 +11,6 @@ constexpr DLDataType kIds =
     Index::FLASHINFER_CFG_IDS == Index::int64 ? ffi::dtype::int64 : ffi::dtype::int32;
 constexpr DLDataType kTable =
     Index::FLASHINFER_CFG_TABLE == Index::int64 ? ffi::dtype::int64 : ffi::dtype::int32;
-constexpr int64_t kMaxChoices = 32;
 
 void run(ffi::Args& args) {
   const ffi::Tensor weights = args.tensor("topk_weights"), experts = args.tensor("topk_ids");
@@ -29,9 +28,13 @@ void run(ffi::Args& args) {
   ffi::check_dtype(table, kTable);
   ffi::check_ndim(table, 2, 2);
   ffi::check_contiguous(table);
-  if (table.dim(1) < 1 || table.dim(1) > kMaxChoices || logits.numel() > INT32_MAX) {
-    ffi::raise("ValueError", "`%s` must have 1 to %lld experts for each id, got shape %s",
-               table.name, static_cast<long long>(kMaxChoices), table.shape_text().c_str());
+  if (table.dim(1) < 1 || table.dim(1) > kMoeMaxChoices) {
+    ffi::raise("ValueError", "`%s` must have 1 to %d experts for each id, got shape %s", table.name,
+               kMoeMaxChoices, table.shape_text().c_str());
+  }
+  if (logits.numel() > INT32_MAX) {
+    ffi::raise("ValueError", "`%s` must have less than 2^31 elements, got shape %s", logits.name,
+               logits.shape_text().c_str());
   }
   ffi::check_dtype(weights, ffi::dtype::float32);
   ffi::check_dtype(experts, ffi::dtype::int32);

@@ -8,7 +8,6 @@ namespace {
 enum class Index { int32, int64 };
 constexpr DLDataType kIndexDtype =
     Index::FLASHINFER_CFG_INDEX == Index::int64 ? ffi::dtype::int64 : ffi::dtype::int32;
-constexpr int64_t kMaxExperts = 1024;
 
 void run(ffi::Args& args) {
   const ffi::Tensor offsets = args.tensor("offsets"), row_token = args.tensor("row_token");
@@ -33,9 +32,9 @@ void run(ffi::Args& args) {
   ffi::check_shape(row_token, {experts.numel()});
   ffi::check_same_shape(entry_row, experts);
   ffi::check_ndim(offsets, 1, 1);
-  if (offsets.dim(0) < 2 || offsets.dim(0) > kMaxExperts + 1) {
-    ffi::raise("ValueError", "`%s` must have 2 to %lld elements, got shape %s", offsets.name,
-               static_cast<long long>(kMaxExperts + 1), offsets.shape_text().c_str());
+  if (offsets.dim(0) < 2 || offsets.dim(0) > kMoeMaxExperts + 1) {
+    ffi::raise("ValueError", "`%s` must have 2 to %d elements, got shape %s", offsets.name,
+               kMoeMaxExperts + 1, offsets.shape_text().c_str());
   }
   ffi::check_disjoint(offsets, row_token);
   ffi::check_disjoint(offsets, entry_row);

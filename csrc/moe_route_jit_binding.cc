@@ -5,12 +5,13 @@
 #include "ffi.h"
 #include "moe_route.h"
 
+#include <cmath>
+
 namespace flashinfer {
 namespace {
 
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
 constexpr int64_t kMaxExperts = 32 * FLASHINFER_CFG_EXPERTS_PER_LANE;
-constexpr int64_t kMaxChoices = 32, kMaxGroups = 32;
 
 void check_groups(const ffi::Tensor& scores, int64_t top_k, int64_t groups, int64_t top_groups) {
   const int64_t experts = scores.dim(1);
@@ -22,12 +23,11 @@ void check_groups(const ffi::Tensor& scores, int64_t top_k, int64_t groups, int6
     ffi::raise("ValueError", "`topk_group` must be at most `n_group` %lld, got %lld",
                static_cast<long long>(groups), static_cast<long long>(top_groups));
   }
-  if (top_k < 1 || top_k > kMaxChoices || top_k > experts / groups * top_groups) {
+  if (top_k < 1 || top_k > kMoeMaxChoices || top_k > experts / groups * top_groups) {
     ffi::raise("ValueError",
-               "`topk` must be from 1 to %lld and at most the %lld experts of `topk_group` groups, "
+               "`topk` must be from 1 to %d and at most the %lld experts of `topk_group` groups, "
                "got %lld",
-               static_cast<long long>(kMaxChoices),
-               static_cast<long long>(experts / groups * top_groups),
+               kMoeMaxChoices, static_cast<long long>(experts / groups * top_groups),
                static_cast<long long>(top_k));
   }
 }
@@ -36,13 +36,17 @@ void run(ffi::Args& args) {
   const ffi::Tensor weights = args.tensor("topk_values"), experts = args.tensor("topk_indices");
   const ffi::Tensor scores = args.tensor("scores"), bias = args.optional_tensor("bias");
   ffi::Args groups = args.group("groups", 2);
-  const int64_t num_groups = groups.integer_in("n_group", 1, kMaxGroups);
-  const int64_t top_groups = groups.integer_in("topk_group", 1, kMaxGroups);
+  const int64_t num_groups = groups.integer_in("n_group", 1, kMoeMaxGroups);
+  const int64_t top_groups = groups.integer_in("topk_group", 1, kMoeMaxGroups);
   const bool renormalize = args.flag("renormalize");
-  const double scale = args.number("routed_scaling_factor");
+  const auto scale = static_cast<float>(args.number("routed_scaling_factor"));
   const ffi::Args::Flag enable_pdl = args.optional_flag("enable_pdl");
   args.all_taken();
 
+  if (!std::isfinite(scale)) {
+    ffi::raise("ValueError", "`routed_scaling_factor` must be finite in float32, got %g",
+               static_cast<double>(scale));
+  }
   ffi::check_dtype(scores, kDtype);
   ffi::check_ndim(scores, 2, 2);
   ffi::check_last_dim_contiguous(scores);
@@ -86,7 +90,7 @@ void run(ffi::Args& args) {
   params.num_groups = static_cast<uint32_t>(num_groups);
   params.top_groups = static_cast<uint32_t>(top_groups);
   params.renormalize = renormalize;
-  params.scale = static_cast<float>(scale);
+  params.scale = scale;
   const ffi::DeviceGuard guard(scores);
   ffi::check_launch(
       moe_route(params, ffi::resolve_pdl(enable_pdl, scores), ffi::current_stream(scores)));

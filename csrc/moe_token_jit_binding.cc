@@ -9,7 +9,6 @@ namespace flashinfer {
 namespace {
 
 constexpr DLDataType kDtype = ffi::dtype::FLASHINFER_CFG_DTYPE;
-constexpr int64_t kMaxChoices = 32;
 
 void check(const ffi::Tensor& tensor, std::initializer_list<int64_t> shape) {
   ffi::check_dtype(tensor, kDtype);
@@ -42,9 +41,9 @@ void run(ffi::Args& args) {
   }
   ffi::check_ndim(hidden, 2, 2);
   const int64_t top_k = hidden.dim(0);
-  if (top_k < 1 || top_k > kMaxChoices) {
-    ffi::raise("ValueError", "`%s` must have 1 to %lld rows, got shape %s", hidden.name,
-               static_cast<long long>(kMaxChoices), hidden.shape_text().c_str());
+  if (top_k < 1 || top_k > kMoeMaxChoices) {
+    ffi::raise("ValueError", "`%s` must have 1 to %d rows, got shape %s", hidden.name,
+               kMoeMaxChoices, hidden.shape_text().c_str());
   }
   check(fc1, {num_experts, 2 * inner, size});
   check(fc2, {num_experts, size, inner});

@@ -46,7 +46,7 @@ class Operator(NamedTuple):
     name : str
         Operator and overload in ``torch.ops.flashinfer``, with a dot between. A
         graph calls it with the leaves of the arguments.
-    arrangement : int, tuple or None
+    arrangement : int, tuple, list or None
         What the public function returns: number ``i`` is result ``i`` of the operator, and
         ``-1 - i`` is leaf ``i``, which the function has written.
     """

@@ -130,6 +130,7 @@ def _arrange(arrangement: Any, results: tuple[Any, ...], leaves: list[Any]) -> A
     """The value that the public function returns, from results and written arguments."""
     if arrangement is None:
         return None
-    if isinstance(arrangement, tuple):
-        return tuple([_arrange(part, results, leaves) for part in arrangement])
+    if isinstance(arrangement, (tuple, list)):
+        parts = [_arrange(part, results, leaves) for part in arrangement]
+        return parts if isinstance(arrangement, list) else tuple(parts)
     return results[arrangement] if arrangement >= 0 else leaves[-1 - arrangement]

@@ -132,8 +132,14 @@ class Weights:
         self, quant_scales: Sequence[torch.Tensor] | None, input_dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...]:
         """The scales that `Experts` takes."""
+        if quant_scales is not None and not isinstance(quant_scales, (list, tuple)):
+            raise TypeError(
+                f"`quant_scales` must be a list of tensors or None, got "
+                f"{type(quant_scales).__name__}"
+            )
         given = tuple(quant_scales or ())
         if self.scheme == "four_bit":
+            given = four_bit.as_bytes(given)
             four_bit.check_scales(given, (self.fc1, self.fc2), input_dtype)
             return given
         count = {"none": 0, "block": 2, "tensor": 4}[self.scheme]
@@ -221,10 +227,10 @@ def check_routing(
         )
 
 
-def check_workspace(workspace: torch.Tensor | None) -> None:
-    """A contiguous vector."""
+def check_workspace(name: str, workspace: torch.Tensor | None, device: torch.device) -> None:
+    """A contiguous vector where the tokens are."""
     if workspace is None:
         return
-    checks.tensor("workspace_buffer", workspace, 1)
-    if not workspace.is_contiguous():
-        raise ValueError(f"`workspace_buffer` must be contiguous, got strides {workspace.stride()}")
+    checks.contiguous(name, workspace, 1)
+    if workspace.device != device:
+        raise ValueError(f"`{name}` must be on {device} as the tokens, got {workspace.device}")

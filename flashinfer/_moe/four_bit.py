@@ -33,6 +33,19 @@ def find_format(scale: torch.Tensor, k: int) -> tuple[str, int]:
     return "int4", k // groups if groups and k % groups == 0 else 0
 
 
+def as_bytes(scales: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The scales, with one byte for each where four of MXFP4 stand in an int32.
+
+    Callers of kernels that read whole words view MXFP4's bytes so.
+    """
+    if not scales or getattr(scales[0], "dtype", None) != torch.int32:
+        return scales
+    for i, scale in enumerate(scales):
+        checks.contiguous(f"quant_scales[{i}]", scale)
+        checks.dtype(f"quant_scales[{i}]", scale.dtype, (torch.int32,))
+    return tuple(scale.view(torch.uint8) for scale in scales)
+
+
 def check_scales(
     scales: tuple[torch.Tensor, ...],
     weights: tuple[torch.Tensor, torch.Tensor],

@@ -43,7 +43,7 @@ def check(name: str, table: torch.Tensor, num_experts: int | None = None) -> int
     return table.shape[0] if table.ndim == 2 else 1
 
 
-def fill(name: str, table: torch.Tensor, weights: torch.Tensor, slice_id: int) -> None:
+def fill(table: torch.Tensor, weights: torch.Tensor, slice_id: int) -> None:
     """Let a slice of a checked table stand for ``[adapters, experts, rows, columns]``.
 
     Its elements become the addresses of the first adapter's experts, as callers expect.

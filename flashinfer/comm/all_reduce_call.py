@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -61,8 +63,9 @@ def run(
     enable_pdl: bool = False,
     completes_at_end: bool = True,
     schedule: schedules.Schedule | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Choose the schedule and launch."""
+    """Choose the schedule and launch; `names`: what the caller calls the binding's arguments."""
     try:
         kernel = _kernels[input.dtype, workspace.world_size, source, result]
     except NOT_LOADED:
@@ -70,15 +73,21 @@ def run(
         kernel = load(input.dtype, workspace.world_size, source, result)
     if schedule is None:
         schedule = _choose(workspace, input, norm, use_oneshot)
-    workspace.launch(
-        kernel,
-        input,
-        output,
-        None if norm is None else tuple(norm),
-        moe,
-        tuple(schedule),
-        (enable_pdl, completes_at_end),
-    )
+    try:
+        workspace.launch(
+            kernel,
+            input,
+            output,
+            None if norm is None else tuple(norm),
+            moe,
+            tuple(schedule),
+            (enable_pdl, completes_at_end),
+        )
+    except (TypeError, ValueError) as error:
+        if not names:
+            raise
+        with checks.named(**names):
+            raise error
 
 
 def _choose(

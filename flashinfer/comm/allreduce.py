@@ -23,7 +23,7 @@ from .workspace_base import AllReduceFusionWorkspace
 
 
 class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
-    """Receive buffers over CUDA IPC. Creation, restoring and destruction are collective.
+    """Receive buffers over CUDA IPC. Creation, preparing and restoring are collective.
 
     Parameters
     ----------
@@ -139,7 +139,10 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         return not one_shot or (tp_size - 1) * num_bytes <= self._peers.half_bytes
 
     def checkpoint_prepare(self) -> None:
-        """Free the shared memory and keep the arguments. Graphs captured before are invalid."""
+        """Free the shared memory and keep the arguments. Collective.
+
+        Graphs captured before are invalid.
+        """
         if self._peers is not None:
             self._peers.close()
             self._peers = None
@@ -152,9 +155,15 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
             self._open(comm_backend)
 
     def destroy(self) -> None:
-        """Free the memory. Collective; a second call does nothing."""
-        self.checkpoint_prepare()
+        """Give the memory up without waiting for another rank; a second call does nothing.
+
+        Other ranks may be gone. What they may have open is freed when the same ranks create their
+        next workspace, or with the process; `checkpoint_prepare` before it frees at once.
+        """
         self._destroyed = True
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close(collective=False)
 
 
 @says_where_it_runs(since(80), {"trtllm": since(80), "auto": since(80)})
@@ -169,6 +178,19 @@ def create_allreduce_fusion_workspace(
     comm_backend: Any | None = None,
     force_oneshot_support: bool = False,
     group: Any | None = None,
+    *,
+    top_k: int | None = None,
+    rms_eps: float | None = None,
+    weight_bias: float | None = None,
+    routed_scaling_factor: float | None = None,
+    include_shared_expert: bool | None = None,
+    add_residual: bool | None = None,
+    write_residual_output: bool | None = None,
+    apply_rms_norm: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+    dynamic_fp8: bool | None = None,
+    write_norm_output: bool | None = None,
+    config: Any | None = None,
 ) -> AllReduceFusionWorkspace:
     """Create the memory that `allreduce_fusion` needs. Collective.
 
@@ -191,11 +213,16 @@ def create_allreduce_fusion_workspace(
         Room for one-shot at the largest size.
     group : torch.distributed.ProcessGroup, optional
         The ranks; None: all processes. Give it wherever there are more processes than ranks.
+    top_k, rms_eps, weight_bias, routed_scaling_factor, include_shared_expert, add_residual
+        Must be None, as the next ones: what kernels of multicast are compiled for. Here each call
+        says it.
+    write_residual_output, apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
+        Must be None.
 
     Returns
     -------
     AllReduceFusionWorkspace
-        Its `destroy` is collective, too.
+        Its `destroy` waits for nobody.
 
     Raises
     ------
@@ -210,6 +237,20 @@ def create_allreduce_fusion_workspace(
             "take 'trtllm' or 'auto'"
         )
     checks.choice("backend", backend, ("auto", "trtllm"))
+    _refuse_constants(
+        top_k=top_k,
+        rms_eps=rms_eps,
+        weight_bias=weight_bias,
+        routed_scaling_factor=routed_scaling_factor,
+        include_shared_expert=include_shared_expert,
+        add_residual=add_residual,
+        write_residual_output=write_residual_output,
+        apply_rms_norm=apply_rms_norm,
+        output_dtype=output_dtype,
+        dynamic_fp8=dynamic_fp8,
+        write_norm_output=write_norm_output,
+        config=config,
+    )
     if gpus_per_node is not None and checks.count("gpus_per_node", gpus_per_node) < world_size:
         raise ValueError(
             f"`gpus_per_node` must be at least `world_size`, {world_size}, got {gpus_per_node}: "
@@ -225,6 +266,16 @@ def create_allreduce_fusion_workspace(
         group,
         force_oneshot_support=checks.flag("force_oneshot_support", force_oneshot_support),
     )
+
+
+def _refuse_constants(**constants: Any) -> None:
+    """Refuse what only workspaces of multicast are made for."""
+    for name, value in constants.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` must be None, got {value!r}: it is of `backend` 'mnnvl-cutedsl', and "
+                "here calls of allreduce_fusion say what they compute"
+            )
 
 
 @graph_operator("output", *FUSION_OUTPUTS, results=fusion_results, fixed=("pattern",))
@@ -287,6 +338,8 @@ def allreduce_fusion(
         `input`.
     residual_out, norm_out, quant_out, scale_out : torch.Tensor, optional
         What the pattern writes; None: made, except `norm_out` where the pattern has codes only.
+        Rows may be those of `input` (where it has ``[tokens, hidden]``) and of `residual_in`, one
+        result each; any other overlap is refused.
         Codes are float8_e4m3fn ``[tokens, hidden]`` or two e2m1 in a byte, ``[tokens, hidden //
         2]``.
         Scales are e4m3 bytes of 16 elements (FP4), where padding is not written; or float32
@@ -314,7 +367,8 @@ def allreduce_fusion(
     moe_reduction_token_input : torch.Tensor, optional
         ``[tokens, hidden]``, added to the experts' weighted sum.
     expanded_idx_to_permuted_idx : torch.Tensor, optional
-        ``[tokens, top_k]``, int32: rows of `input`, -1 for an expert of another rank.
+        ``[tokens, top_k]``, int32: rows of `input`; other numbers, as -1, for experts of other
+        ranks.
     expert_scale_factor : torch.Tensor, optional
         ``[tokens, top_k]``, dtype of `input`; None: ones.
     shared_expert_output : torch.Tensor, optional

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from typing import Any
 
 import torch
@@ -118,8 +119,12 @@ class CudaRTLibrary:
             self.CUDART_CHECK(result)
 
 
+_left: list[SharedBuffers] = []
+_left_lock = threading.Lock()  # ranks may be threads
+
+
 class SharedBuffers:
-    """One allocation of each rank, open in every rank. Creation and :meth:`close` are collective.
+    """One allocation of each rank, open in every rank. Creation is collective, see :meth:`close`.
 
     Attributes
     ----------
@@ -130,7 +135,8 @@ class SharedBuffers:
     def __init__(self, size: int, backend: Any, fill: int = 0) -> None:
         self._runtime = CudaRTLibrary()
         self.size, self.backend = size, backend
-        self.rank = backend.Get_rank()
+        self.rank, self.ranks = backend.Get_rank(), range(backend.Get_size())
+        self._is_closed = False
         device = torch.cuda.current_device()
         torch.cuda.synchronize()
         self._own: ctypes.c_void_p | None = self._runtime.cudaMalloc(size)
@@ -138,15 +144,21 @@ class SharedBuffers:
         self._runtime.cudaDeviceSynchronize()
         handle = bytes(self._runtime.cudaIpcGetMemHandle(self._own))
         mine = (os.getpid(), device, self._own.value, handle)
+        with _left_lock:
+            left = [(each.name, each.rank) for each in _left]
         self._opened: list[ctypes.c_void_p] = []
         self.pointers: list[int] = []
+        self.name: tuple[Any, ...] = ()
         try:
-            for rank, entry in enumerate(backend.allgather(mine)):
-                self.pointers.append(self._open(rank, device, entry))
+            everyone = backend.allgather((mine, left))
+            self.name = tuple(entry for entry, _ in everyone)
+            for entry in self.name:
+                self.pointers.append(self._open(device, entry))
+            _free_left({each for _, theirs in everyone for each in theirs})
         finally:
             backend.barrier()
 
-    def _open(self, rank: int, device: int, entry: tuple[int, int, int, bytes]) -> int:
+    def _open(self, device: int, entry: tuple[int, int, int, bytes]) -> int:
         pid, owner_device, pointer, handle = entry
         if pid == os.getpid():  # a handle opens in other processes only
             if owner_device != device:
@@ -158,17 +170,40 @@ class SharedBuffers:
         return opened.value
 
     def close(self, collective: bool = True) -> None:
-        """Free the memory once no rank uses it. Without `collective`, nobody is waited for."""
-        if self._own is None:
+        """Close what other ranks own and, once they have closed this rank's memory, free that.
+
+        Without `collective` nobody is waited for: the memory stays, as others may have it open,
+        until a group with these ranks creates buffers and all say that they have closed it, or
+        until the process ends.
+        """
+        if self._is_closed:
             return
+        self._is_closed = True
         torch.cuda.synchronize()
-        for pointer in self._opened:
+        opened, self._opened = self._opened, []
+        for pointer in opened:
             self._runtime.cudaIpcCloseMemHandle(pointer)
-        self._opened = []
         if collective:
             self.backend.barrier()  # the owner frees after everyone has closed
+            self._free()
+        else:
+            self.backend = None  # what stays keeps no group alive
+            with _left_lock:
+                _left.append(self)
+
+    def _free(self) -> None:
         own, self._own = self._own, None
-        self._runtime.cudaFree(own)
+        if own is not None:
+            self._runtime.cudaFree(own)
+
+
+def _free_left(closed: set[tuple[Any, int]]) -> None:
+    """Free memory of this process that all ranks have closed; `closed`: names and ranks."""
+    with _left_lock:
+        free = [each for each in _left if all((each.name, r) in closed for r in each.ranks)]
+        _left[:] = [each for each in _left if each not in free]
+    for each in free:
+        each._free()
 
 
 _created: dict[int, SharedBuffers] = {}

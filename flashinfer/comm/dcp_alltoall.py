@@ -166,8 +166,10 @@ def decode_cp_a2a_alltoall(
         )
     if out is None:
         out = torch.empty_like(partial_o), torch.empty_like(softmax_stats)
+    elif not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"`out` must be a tuple of two tensors, got {type(out).__name__}")
     for name, given, like in (("out[0]", out[0], partial_o), ("out[1]", out[1], softmax_stats)):
-        if given.shape != like.shape or given.dtype != like.dtype:
+        if checks.tensor(name, given).shape != like.shape or given.dtype != like.dtype:
             raise ValueError(f"`{name}` must have shape {list(like.shape)} and dtype {like.dtype}")
     targets = _blocks("out[0]", out[0], cp_size), _blocks("out[1]", out[1], cp_size)
     head_exchange.exchange_parts(peers, sources, targets, enable_pdl)

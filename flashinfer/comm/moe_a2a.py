@@ -225,8 +225,8 @@ def moe_a2a_dispatch(
     Returns
     -------
     received : list of torch.Tensor
-        ``[ep_size, runtime_max_tokens_per_rank, ...]`` of each payload, in the workspace; places
-        without a token hold anything.
+        ``[ep_size, runtime_max_tokens_per_rank, elements]`` of each payload, in the workspace: all
+        dimensions of a token are one. Places without a token hold anything.
     combine_payload_offset : int
         For `moe_a2a_combine`.
     gathered_stats : torch.Tensor or None
@@ -271,16 +271,24 @@ def moe_a2a_dispatch(
     )
     key = (tuple(ranges), max_tokens)
     if recv_view_cache is None or key not in recv_view_cache:
-        views = [
-            memory.tensor[begin:end]
-            .view(payload.dtype)
-            .view(ep_size, max_tokens, *payload.shape[1:])
-            for payload, (begin, end) in zip(input_payloads, ranges, strict=True)
-        ]
+        views = _views(memory, input_payloads, ranges, (ep_size, max_tokens))
         if recv_view_cache is None:
             recv_view_cache = {}
         recv_view_cache[key] = views
     return recv_view_cache[key], layout.outputs, _gathered(memory, layout, stats)
+
+
+def _views(
+    memory: ExpertMemory,
+    payloads: list[torch.Tensor],
+    ranges: list[tuple[int, int]],
+    places: tuple[int, int],
+) -> list[torch.Tensor]:
+    """The places of each payload, with the elements of a token in one dimension."""
+    return [
+        memory.tensor[begin:end].view(payload.dtype).view(*places, math.prod(payload.shape[1:]))
+        for payload, (begin, end) in zip(payloads, ranges, strict=True)
+    ]
 
 
 def _bytes(payload: torch.Tensor) -> torch.Tensor:
@@ -385,9 +393,9 @@ def moe_a2a_combine(
     output_scales : torch.Tensor, optional
         Must be None: quantise the result in a call of its own.
     output_scalar_scale : float
-        Multiplies the sums.
+        Must be 1: the scale of codes that come with `output_scales`.
     sf_layout : SfLayout
-        Layout of `output_scales`.
+        Must be layout_linear, the default: the layout of `output_scales`.
     output : torch.Tensor, optional
         ``[local_num_tokens, hidden]``; None: made.
     use_low_precision : bool
@@ -413,6 +421,8 @@ def moe_a2a_combine(
         If an earlier call on the workspace has timed out.
     """
     check_backend(backend)
+    _refuse_codes(output_scales, output_scalar_scale, sf_layout)
+    checks.count("top_k", top_k)
     memory, layout = _opened(workspace, ep_rank, ep_size), _layout(metainfo)
     checks.tensor("payload", payload, 3)
     checks.count("local_num_tokens", local_num_tokens, 0, runtime_max_tokens_per_rank)
@@ -420,10 +430,6 @@ def moe_a2a_combine(
         raise ValueError(
             f"`payload` must have shape [{ep_size}, {runtime_max_tokens_per_rank}, hidden], got "
             f"{list(payload.shape)}"
-        )
-    if output_scales is not None:
-        raise BackendSupportedError(
-            "`output_scales` must be None: quantise the result in a call of its own"
         )
     stored = torch.float8_e4m3fn if use_low_precision else payload.dtype
     _check_place(memory, payload, combine_payload_offset, payload_in_workspace, stored)
@@ -444,10 +450,21 @@ def moe_a2a_combine(
         payload,
         output,
         _active(enable_rank_mask, active_rank_mask, ep_size),
-        (payload_in_workspace, layout.slots, combine_payload_offset, output_scalar_scale),
+        (payload_in_workspace, layout.slots, combine_payload_offset),
         enable_pdl,
     )
     return output
+
+
+def _refuse_codes(output_scales: Any, output_scalar_scale: Any, sf_layout: Any) -> None:
+    """Refuse what would make codes with block scales of the sums."""
+    remedy = "quantise the result in a call of its own"
+    if output_scales is not None:
+        raise BackendSupportedError(f"`output_scales` must be None: {remedy}")
+    if checks.number("output_scalar_scale", output_scalar_scale) != 1.0:
+        raise ValueError(f"`output_scalar_scale` must be 1, got {output_scalar_scale}: {remedy}")
+    if sf_layout != SfLayout.layout_linear:
+        raise ValueError(f"`sf_layout` must be SfLayout.layout_linear, got {sf_layout!r}: {remedy}")
 
 
 def _check_place(

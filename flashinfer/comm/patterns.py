@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -89,11 +91,15 @@ def scale_bytes(rows: int, columns: int, layout: QuantizationSFLayout) -> int:
 
 
 class Source(NamedTuple):
-    """Where a rank's rows come from: a tensor, or outputs of its experts."""
+    """Where a rank's rows come from: a tensor, or outputs of its experts.
+
+    `names`: what the caller calls the binding's arguments, where it calls them otherwise.
+    """
 
     input: Any
     kind: str = "tensor"
     moe: tuple[Any, ...] | None = None
+    names: Mapping[str, str] = MappingProxyType({})
 
 
 def source_of(
@@ -123,7 +129,8 @@ def _reduction(num_experts: int | None, scales: Any, active: Any, token_input: A
     checks.tensor("moe_reduction_token_input", token_input, 2)
     experts = active.shape[0] if num_experts is None else num_experts
     checks.count("moe_reduction_device_num_experts", experts, 1, active.shape[0])
-    return Source(active[:experts], "moe_reduction", (scales[:experts], token_input))
+    names = {"input": "moe_reduction_active_experts_token_input"}
+    return Source(active[:experts], "moe_reduction", (scales[:experts], token_input), names)
 
 
 def fused(
@@ -207,6 +214,7 @@ def run_norm(
         source=source.kind,
         result=result,
         moe=source.moe,
+        names=source.names,
         use_oneshot=launch.use_oneshot,
         enable_pdl=launch.enable_pdl,
         completes_at_end=launch.completes_at_end,

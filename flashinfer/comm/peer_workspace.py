@@ -143,18 +143,29 @@ class PeerWorkspace:
                 f"{self.world_size}, got {rank} and {world_size}"
             )
 
-    def launch(self, kernel: Kernel, *arguments: Any) -> None:
-        """Call a binding whose first argument is the workspace. All kernels start here."""
+    def launch(self, kernel: Kernel, first: torch.Tensor, *arguments: Any) -> None:
+        """Call a binding whose first argument is the workspace. All kernels start here.
+
+        `first` is on the device of the call's other tensors, as the binding checks.
+        """
         self.check()
-        kernel(self.bytes, *arguments)
+        device = first.get_device()
+        if device >= 0 and device != self.device.index:  # the binding refuses the CPU
+            raise ValueError(
+                f"`workspace` is on {self.device} and the tensors of the call on cuda:{device}: "
+                "they must be on one device"
+            )
+        kernel(self.bytes, first, *arguments)
 
     def close(self, collective: bool = True) -> None:
-        """Free everything. Collective unless told otherwise."""
+        """Free everything. Collective unless told otherwise, see `SharedBuffers.close`."""
         if self._closed:
             return
         self._closed = True
-        self._buffers.close(collective)
-        self._flags.close(collective)
+        try:
+            self._buffers.close(collective)
+        finally:
+            self._flags.close(collective)
 
 
 def _uuid() -> str:

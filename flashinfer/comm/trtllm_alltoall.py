@@ -113,7 +113,7 @@ class _Exchange:
         )  # fmt: skip
         if marks_experts:
             moe_a2a.moe_a2a_sanitize_expert_ids(received[0], *place, self.rank, info.slot_count)
-        arrived = [t.reshape(-1, *t.shape[2:]).clone() for t in received]
+        arrived = [t.reshape(-1, *s.shape[1:]).clone() for t, s in zip(received, sent, strict=True)]
         gathered = None if gathered is None else gathered.clone()
         total = moe_a2a.moe_a2a_combine(
             back, len(info.experts), *place, max_tokens, self.rank, self.ep_size, top_k, offset

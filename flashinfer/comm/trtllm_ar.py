@@ -211,6 +211,9 @@ def rows_of(name: str, tensor: Any, token_num: int, hidden_dim: int) -> Any:
     return tensor.view(token_num, hidden_dim)
 
 
+_NAMES = {"input": "allreduce_in", "output": "allreduce_out", "workspace": "workspace_ptrs"}
+
+
 @graph_operator("allreduce_out", *FUSION_OUTPUTS)
 @flashinfer_api
 def trtllm_allreduce_fusion(
@@ -271,6 +274,7 @@ def trtllm_allreduce_fusion(
             use_oneshot=use_oneshot,
             enable_pdl=launch_with_pdl,
             completes_at_end=trigger_completion_at_end,
+            names=_NAMES,
         )
         return
     if pattern in patterns.TAKES_EXPERTS:
@@ -280,7 +284,7 @@ def trtllm_allreduce_fusion(
         )
     patterns.fused(
         peers,
-        patterns.Source(rows["allreduce_in"]),
+        patterns.Source(rows["allreduce_in"], names=_NAMES),
         pattern,
         patterns.Outputs(
             rows["allreduce_out"], rows["residual_out"], rows["norm_out"], quant_out, scale_out
@@ -339,4 +343,7 @@ def trtllm_custom_all_reduce(
     if strategy_code not in _PLAIN_STRATEGIES:
         raise ValueError(f"`strategy_code` must be AUTO, ONESHOT or TWOSHOT, got {strategy_code!r}")
     one_shot = _PLAIN_STRATEGIES[AllReduceStrategyType(strategy_code)]
-    all_reduce_call.run(peers, inp, out, use_oneshot=one_shot, enable_pdl=launch_with_pdl)
+    names = {"input": "inp", "output": "out", "workspace": "workspace_ptrs"}
+    all_reduce_call.run(
+        peers, inp, out, use_oneshot=one_shot, enable_pdl=launch_with_pdl, names=names
+    )

@@ -197,8 +197,8 @@ class MoeAlltoAll:
         With `invalid_token_expert_id`, places without a token get that number in the payload
         `expert_id_payload_index`, which are the expert numbers.
 
-        Returns the received payloads, ``[ep_size, runtime_max_tokens_per_rank, ...]`` each. Raises
-        a ValueError if a dispatch is not combined yet.
+        Returns the received payloads, ``[ep_size, runtime_max_tokens_per_rank, elements]`` each.
+        Raises a ValueError if a dispatch is not combined yet.
         """
         if self._tokens is not None:
             raise ValueError("`dispatch` must follow the combine of the dispatch before")

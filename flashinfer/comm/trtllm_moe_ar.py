@@ -115,9 +115,13 @@ def trtllm_moe_allreduce_fusion(
         "moe_reduction_token_input", moe_reduction_token_input, token_num, hidden_dim
     )
     checks.tensors(moe_reduction_scale_input=scales, moe_reduction_token_input=token_input)
-    source = patterns.Source(
-        active.view(experts, token_num, hidden_dim), "moe_reduction", (scales, token_input)
-    )
+    names = {
+        "input": "moe_reduction_active_experts_token_input",
+        "output": "moe_allreduce_out",
+        "workspace": "workspace_ptrs",
+    }
+    active = active.view(experts, token_num, hidden_dim)
+    source = patterns.Source(active, "moe_reduction", (scales, token_input), names)
     outputs = patterns.Outputs(
         rows_of("moe_allreduce_out", moe_allreduce_out, token_num, hidden_dim),
         rows_of("residual_out", residual_out, token_num, hidden_dim),
@@ -174,7 +178,8 @@ def trtllm_moe_finalize_allreduce_fusion(
     residual_in, norm_weight : torch.Tensor
         ``[tokens, hidden]`` and ``[hidden]``.
     expanded_idx_to_permuted_idx : torch.Tensor
-        ``[tokens, top_k]``, int32: rows of `allreduce_in`, -1 for an expert of another rank.
+        ``[tokens, top_k]``, int32: rows of `allreduce_in`; other numbers, as -1, for experts of
+        other ranks.
     norm_out, residual_out : torch.Tensor, optional
         ``[tokens, hidden]``, written if given.
     quant_out, scale_out : torch.Tensor, optional
@@ -216,6 +221,7 @@ def trtllm_moe_finalize_allreduce_fusion(
         checks.tensor("allreduce_in", allreduce_in, 2),
         "moe_finalize",
         (expert_scale_factor, expanded_idx_to_permuted_idx, shared_expert_output, factor),
+        {"input": "allreduce_in", "rms_gamma": "norm_weight", "workspace": "workspace_ptrs"},
     )
     norm = patterns.Norm(
         checks.tensor("residual_in", residual_in, 2),

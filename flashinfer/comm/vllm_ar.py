@@ -138,6 +138,9 @@ def vllm_register_graph_buffers(
             )
 
 
+_NAMES = {"input": "inp", "output": "out", "workspace": "fa"}
+
+
 @graph_operator("out")
 @flashinfer_api
 def vllm_all_reduce(
@@ -190,7 +193,8 @@ def vllm_all_reduce(
         peers.is_shared_device,
     )
     ctas = min(schedule.num_ctas, checks.count("num_ctas", num_ctas, 1, 65535))
-    all_reduce_call.run(peers, inp, out, schedule=schedule._replace(num_ctas=ctas))
+    schedule = schedule._replace(num_ctas=ctas)
+    all_reduce_call.run(peers, inp, out, schedule=schedule, names=_NAMES)
 
 
 def gen_vllm_comm_module() -> JitSpec:

@@ -31,7 +31,7 @@ class AllReduceFusionWorkspace(Planned, ABC):
 
     @abstractmethod
     def destroy(self) -> None:
-        """Free the memory. Collective, as the creation is."""
+        """Give the memory up. Not collective: other ranks may be gone."""
 
     @abstractmethod
     def is_buffer_size_sufficient(

@@ -129,8 +129,8 @@ def moe_finalize(
         ``[entries, hidden]``, float16 or bfloat16: what the experts made. `hidden` is a multiple of
         8, and rows begin at multiples of 16 bytes.
     entry_row : torch.Tensor
-        ``[tokens, top_k]``, int32, contiguous, at most 32 columns; a negative number stands for no
-        row, any other must be less than `entries`, which is not checked.
+        ``[tokens, top_k]``, int32, contiguous, at most 32 columns; a number that is not one of 0 to
+        ``entries - 1`` stands for no row.
     token_final_scales : torch.Tensor
         ``[tokens, top_k]``, float32, contiguous: the router's weights.
     out : torch.Tensor, optional

@@ -1,6 +1,6 @@
 """Sum of the experts' rows of each token, with the router's weights, after the second product.
 
-    out[t] = sum over j, in order, of weight[t, j] * rows[entry_row[t, j]]     negative rows: none
+    out[t] = sum over j, in order, of weight[t, j] * rows[entry_row[t, j]]     other rows: none
 
 A CTA takes a part of a token's columns, a vector a thread, so that few tokens have many CTAs. All
 rows of a vector are loaded before the first is added. The order is fixed, where atomic additions
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_ptr
 
 VECTOR, THREADS = 8, 128
@@ -42,13 +42,15 @@ class MoeFinalizeKernel:
         out: cute.Pointer,
         rows_stride: Int64,
         out_stride: Int64,
+        num_rows: Int32,
         tokens: Int32,
         hidden: Int32,
         use_pdl: Int32,
         stream: cuda.CUstream,
     ):
         parts = cute.ceil_div(hidden, VECTOR * THREADS)
-        self.kernel(rows, entry_row, weights, out, rows_stride, out_stride, hidden, parts).launch(
+        numbers = (rows_stride, out_stride, num_rows, hidden, parts)
+        self.kernel(rows, entry_row, weights, out, *numbers).launch(
             grid=[tokens * parts, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -64,6 +66,7 @@ class MoeFinalizeKernel:
         out: cute.Pointer,
         rows_stride: Int64,
         out_stride: Int64,
+        num_rows: Int32,
         hidden: Int32,
         parts: Int32,
     ):
@@ -76,18 +79,20 @@ class MoeFinalizeKernel:
         own_rows = cute.make_tensor(entry_row + Int64(token) * self.top_k, layout)
         own_weights = cute.make_tensor(weights + Int64(token) * self.top_k, layout)
         entries = [own_rows[j] for j in range(self.top_k)]
+        # One compare: as an unsigned number, a negative one is beyond the last row, too.
+        is_there = [Uint32(entry) < Uint32(num_rows) for entry in entries]
         factors = [own_weights[j] for j in range(self.top_k)]
         if vector < hidden // VECTOR:
             held = cute.make_rmem_tensor((VECTOR, self.top_k), self.dtype)
             held.fill(0)
             for j in cutlass.range_constexpr(self.top_k):
-                if entries[j] >= 0:
+                if is_there[j]:
                     place = Int64(entries[j]) * rows_stride + Int64(vector * VECTOR)
                     cute.autovec_copy(self.vector_at(rows, place), held[None, j])
             total = cute.zeros_like(held[None, 0].load(), dtype=Float32)
             for j in cutlass.range_constexpr(self.top_k):
                 # The weight of an entry that has no row may be anything.
-                factor = factors[j] if entries[j] >= 0 else Float32(0.0)
+                factor = factors[j] if is_there[j] else Float32(0.0)
                 total = total + held[None, j].load().to(Float32) * factor
             rounded = cute.make_rmem_tensor((VECTOR,), self.out_dtype)
             rounded.store(total.to(self.out_dtype))
@@ -114,7 +119,7 @@ def instance(dtype: str, dtype_out: str, top_k: int):
         return make_ptr(of, 16, cute.AddressSpace.gmem, assumed_align=align)
 
     pointers = (pointer(element), pointer(Int32, 4), pointer(Float32, 4), pointer(out_element))
-    numbers = (Int64(8), Int64(8), Int32(1), Int32(8), Int32(0))
+    numbers = (Int64(8), Int64(8), Int32(1), Int32(1), Int32(8), Int32(0))
     return MoeFinalizeKernel(element, out_element, top_k), (
         *pointers,
         *numbers,

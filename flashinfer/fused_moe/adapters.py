@@ -233,8 +233,8 @@ def expand_pairs(
     lora_indices : torch.Tensor
         ``[tokens]``, int32 or int64: adapters; others than 0 to adapters - 1 add nothing.
     slice_start_loc : torch.Tensor
-        ``[slices]``, int32 or int64: each slice's first column. They lie on the GPU, where columns
-        that `y` does not have end the process's work.
+        ``[slices]``, int32 or int64: each slice's first column. They lie on the GPU, so that no
+        call looks at them: columns that `y` does not have get nothing.
     finalize : bool
         False: `y` is ``[pairs, columns]``, and each pair's product is added without its weight.
 
@@ -268,4 +268,7 @@ def expand_pairs(
         if finalize:
             rows = sum_by_token(rows, tokens, num_tokens)
         columns = slice_start_loc[s] + torch.arange(weight.shape[2], device=y.device)
-        y.index_add_(1, columns, rows)
+        is_beyond = (columns < 0) | (
+            columns >= y.shape[1]
+        )  # an index error ends the process's work
+        y.index_add_(1, columns.masked_fill(is_beyond, 0), rows.masked_fill_(is_beyond, 0.0))

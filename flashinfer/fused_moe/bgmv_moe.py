@@ -71,7 +71,7 @@ def fill_w_ptr(w_ptr: torch.Tensor, weights: torch.Tensor, num_experts: int, sli
         )
     if weights.device != w_ptr.device:
         raise ValueError(f"`weights` must be on {w_ptr.device}, got one on {weights.device}")
-    tables.fill("w_ptr", w_ptr, weights, slice_id)
+    tables.fill(w_ptr, weights, slice_id)
     return weights.stride(0)
 
 

@@ -61,7 +61,7 @@ def _check(
     checks.tensor("input", input, 2)
     checks.tensors(fc1_expert_weights=fc1_expert_weights, fc2_expert_weights=fc2_expert_weights)
     moe_arguments.check_routing(input.shape[0], token_selected_experts, token_final_scales)
-    moe_arguments.check_workspace(workspace_buffer)
+    moe_arguments.check_workspace("workspace_buffer", workspace_buffer, input.device)
     checks.flag("enable_alltoall", enable_alltoall)
     checks.flag("swizzled_input_sf", swizzled_input_sf)
     checks.flag("use_fused_finalize", use_fused_finalize)
@@ -119,7 +119,7 @@ def cutlass_fused_moe(
     situ_beta: torch.Tensor | None = None,
     situ_linear_beta: torch.Tensor | None = None,
     backend: str = "cutlass",
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     """The experts' part of a mixture of experts, for tokens that have been routed.
 
     ``output[t] = sum_j token_final_scales[t, j] * fc2[e] @ act(fc1[e] @ input[t])`` with
@@ -159,9 +159,10 @@ def cutlass_fused_moe(
         second product's sums, each with one element or ``[experts]``, and the input's scale, which
         the first of them has in it. With `use_w4_group_scaling` the factors of groups along k,
         ``[experts, columns, hidden / group]`` and ``[experts, hidden, intermediate / group]``,
-        whose dtype says the format: float8_e8m0fnu or the same bytes as uint8 is MXFP4 (groups of
-        32), float8_e4m3fn is NVFP4 (of 16), the dtype of `input` or float32 is integers (of 32, 64
-        or 128). NVFP4 has two more: float32 factors of both weights, one element or ``[experts]``.
+        whose dtype says the format: float8_e8m0fnu, the same bytes as uint8 or four of them in an
+        int32 is MXFP4 (groups of 32), float8_e4m3fn is NVFP4 (of 16), the dtype of `input` or
+        float32 is integers (of 32, 64 or 128). NVFP4 has two more: float32 factors of both weights,
+        one element or ``[experts]``.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         ``[experts, columns]`` and ``[experts, hidden]``, dtype of the output, for weights of 16 or
         4 bits.
@@ -214,8 +215,8 @@ def cutlass_fused_moe(
 
     Returns
     -------
-    torch.Tensor
-        ``[tokens, hidden]``; `output` if it was given.
+    list of torch.Tensor
+        One tensor, ``[tokens, hidden]``: `output` if it was given.
 
     Raises
     ------
@@ -250,7 +251,7 @@ def cutlass_fused_moe(
     if output is None:
         output = input.new_empty(input.shape, dtype=output_dtype)
     if output.numel() == 0:
-        return output
+        return [output]
     checks.cuda_tensors(input=input, fc1_expert_weights=fc1_expert_weights)
     here = fc1_expert_weights.shape[0]
     experts = Experts(
@@ -264,7 +265,7 @@ def cutlass_fused_moe(
         first_expert=ep_rank * here,
         all_experts=ep_size * here,
     )
-    return experts.run(
+    experts.run(
         input,
         token_selected_experts,
         token_final_scales,
@@ -273,6 +274,7 @@ def cutlass_fused_moe(
         enable_pdl,
         tune_max_num_tokens,
     )
+    return [output]
 
 
 def cutlass_fused_moe_workspace_size(

@@ -6,6 +6,7 @@ from .._common import checks
 from .._common.arch import get_compute_capability
 from .._common.dtypes import FLOAT
 from .._instrument.decorator import flashinfer_api
+from .._moe.arguments import check_workspace
 from .._moe.experts import Experts
 from .._moe.maps import route
 from .._moe.workspace import MixtureShape, workspace_bytes
@@ -137,7 +138,7 @@ def _check(
     checks.flag("renormalize", renormalize)
     checks.flag("interleave_up", interleave_up)
     if scratchpad is not None:
-        checks.contiguous("scratchpad", scratchpad, 1)
+        check_workspace("scratchpad", scratchpad, activations_in.device)
         checks.dtype("scratchpad", scratchpad.dtype, (torch.uint8,))
     return True
 

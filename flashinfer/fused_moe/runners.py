@@ -28,6 +28,12 @@ from .cutlass import cutlass_fused_moe
 from .selection import check_method, find_experts
 
 _ACTIVATIONS = (SwiGLU, GeGLU, ReLU2, Identity)
+_NAMES = {
+    "input": "hidden_states_q",
+    "token_selected_experts": "topk_ids",
+    "token_final_scales": "topk_weights",
+}
+"""What packs call the arguments of `cutlass_fused_moe`."""
 
 
 class MoERunner(TunableRunner):
@@ -157,25 +163,30 @@ class MoERunner(TunableRunner):
         config, here = self.config, self.num_local_experts
         if fc1.shape[0] != here:
             raise ValueError(f"`weights` must be of {here} experts, got {fc1.shape[0]}")
-        return cutlass_fused_moe(
-            hidden,
-            ids,
-            scales,
-            fc1,
-            fc2,
-            torch.bfloat16,
-            quant_scales,
-            swiglu_alpha=self.gate.get("alpha"),
-            swiglu_beta=self.gate.get("beta"),
-            swiglu_limit=self.gate.get("limit"),
-            ep_size=config.routing.num_experts // here,
-            ep_rank=config.experts.local_expert_offset // here,
-            tune_max_num_tokens=config.execution.tune_max_num_tokens,
-            enable_pdl=config.execution.enable_pdl,
-            activation_type=config.activation.type,
-            use_deepseek_fp8_block_scale=config.quant.weight == QuantFormat.DeepSeekFp8,
-            use_w4_group_scaling=config.quant.weight == QuantFormat.MXFP4,
-        )
+        try:
+            (out,) = cutlass_fused_moe(
+                hidden,
+                ids,
+                scales,
+                fc1,
+                fc2,
+                torch.bfloat16,
+                quant_scales,
+                swiglu_alpha=self.gate.get("alpha"),
+                swiglu_beta=self.gate.get("beta"),
+                swiglu_limit=self.gate.get("limit"),
+                ep_size=config.routing.num_experts // here,
+                ep_rank=config.experts.local_expert_offset // here,
+                tune_max_num_tokens=config.execution.tune_max_num_tokens,
+                enable_pdl=config.execution.enable_pdl,
+                activation_type=config.activation.type,
+                use_deepseek_fp8_block_scale=config.quant.weight == QuantFormat.DeepSeekFp8,
+                use_w4_group_scaling=config.quant.weight == QuantFormat.MXFP4,
+            )
+        except (TypeError, ValueError) as error:
+            with checks.named(**_NAMES):
+                raise error
+        return out
 
 
 class CutlassBf16Runner(MoERunner):

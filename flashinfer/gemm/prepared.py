@@ -288,8 +288,8 @@ def prepare_group_gemm_fp8_nt_groupwise_contiguous_silu_quant(
     m, n = a.shape[0], b.shape[1]
     if n % (2 * SCALE_BLOCK):
         raise ValueError(f"`b` must have an n that is a multiple of 256, got {n}")
-    check_out(out_q, (m, n // 2), torch.float8_e4m3fn)
-    check_out(out_s, (m, n // 2 // SCALE_BLOCK), torch.float32)
+    check_out(out_q, (m, n // 2), torch.float8_e4m3fn, "out_q")
+    check_out(out_s, (m, n // 2 // SCALE_BLOCK), torch.float32, "out_s")
     check_dtype("a", a.dtype, (torch.float8_e4m3fn,))
     if out_q is None:
         out_q = a.new_empty((m, n // 2))

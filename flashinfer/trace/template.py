@@ -95,7 +95,8 @@ class TraceTemplate:
         flags, names, dtypes. The definition is that of the call's values, and says so in its name
         where they are not the defaults.
     nest : callable, optional
-        ``nest(results) -> results`` where the public function returns tuples within a tuple.
+        ``nest(results) -> results`` where the public function returns tuples within a tuple,
+        or a list.
     gather : callable, optional
         ``gather(arguments) -> arguments`` where inputs and reference are not the arguments of the
         call: a method's, part of which its object keeps, or one that takes the same tensors in

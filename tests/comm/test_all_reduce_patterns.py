@@ -149,6 +149,34 @@ def run_codes(world_size, pattern, source, result, codes, scales, scale_factor=N
     return everyone
 
 
+def test_results_may_stand_where_inputs_were():
+    inputs, residual, weight = norm_problem(2)
+
+    def body(backend):
+        workspace, results = open_workspace(backend, TOKENS, HIDDEN), []
+        w = weight.cuda()
+        for one_shot in (True, False):
+            for names in (("norm_out", "residual_out"), ("residual_out", "norm_out")):
+                x, r = inputs[backend.Get_rank()].cuda(), residual.cuda()
+                backend.barrier()
+                comm.allreduce_fusion(
+                    x, workspace, Pattern.kARResidualRMSNorm, residual_in=r, rms_gamma=w,
+                    rms_eps=EPS, use_oneshot=one_shot, **dict(zip(names, (x, r), strict=True)),
+                )  # fmt: skip
+                results.append({name: t.cpu() for name, t in zip(names, (x, r), strict=True)})
+        close(workspace, backend)
+        return results
+
+    h = rank_sum(inputs).double() + residual.double()
+    for results in run_ranks(2, body):
+        for result in results:
+            assert torch.equal(result["residual_out"], h.to(BF16))
+            expected = normed(h, weight)
+            torch.testing.assert_close(
+                result["norm_out"].double(), expected, rtol=2**-7.9, atol=1e-6
+            )
+
+
 def check_e4m3(codes, scaled):
     """Nearest codes: within half a step of 2^-3, or of the smallest one."""
     error = (codes.double() - scaled.clamp(-448, 448)).abs()
@@ -207,6 +235,7 @@ def expert_problem(world_size):
     outputs = [numbers(TERMS, TOKENS, HIDDEN, dtype=BF16, seed=20 + r) for r in range(world_size)]
     scales = [numbers(TERMS, TOKENS, dtype=FP32, seed=30 + r) for r in range(world_size)]
     rows = torch.randint(-1, TERMS * TOKENS, (world_size, TOKENS, TERMS), dtype=torch.int32)
+    rows[:, 0] = torch.tensor([-(2**31), TERMS * TOKENS, 2**31 - 1])  # of no row
     weights = numbers(world_size, TOKENS, TERMS, dtype=BF16, seed=40)
     return shared, outputs, scales, rows, weights
 
@@ -276,8 +305,9 @@ def test_sums_of_experts(ranks, finalize):
     total = torch.zeros(TOKENS, HIDDEN, dtype=torch.double)
     for r in range(ranks):
         if finalize:
-            picked = outputs[r].view(-1, HIDDEN)[rows[r].long()].double()
-            picked[rows[r] < 0] = 0
+            there = (rows[r] >= 0) & (rows[r] < TERMS * TOKENS)
+            picked = outputs[r].view(-1, HIDDEN)[rows[r].long() * there].double()
+            picked[~there] = 0
             total += (picked * weights[r].double()[..., None]).sum(1) + shared[r].double()
         else:
             total += (outputs[r].double() * scales[r].double()[..., None]).sum(0)

@@ -84,7 +84,8 @@ Call draw(Random& random, uint32_t ranks) {
     call.scales.emplace_back();
     for (const BF16 x : random.numbers(terms)) call.scales.back().push_back(to_float(x));
     call.permuted.emplace_back();
-    for (int i = 0; i < terms; ++i) call.permuted.back().push_back(random.integer(-1, terms - 1));
+    for (int i = 0; i < terms; ++i) call.permuted.back().push_back(random.integer(-1, terms));
+    call.permuted.back()[0] = random.integer(0, 1) ? INT32_MAX : INT32_MIN;  // of no row
   }
   return call;
 }
@@ -105,7 +106,8 @@ double contribution(const Call& call, uint32_t r, int row, int column) {
     } else {
       const int term = row * call.terms + i, permuted = call.permuted[r][term];
       const double weight = call.has_weights ? to_float(call.weights[r][term]) : 1.;
-      if (permuted >= 0) sum += weight * at(call.inputs[r], permuted);
+      if (permuted >= 0 && permuted < call.rows * call.terms)
+        sum += weight * at(call.inputs[r], permuted);
     }
   }
   if (is_finalized) sum *= kRoutedScale;
@@ -152,6 +154,7 @@ AllReduceParams params_of(const Call& call, const comm::CommWorkspace& workspace
   params.permuted_rows = call.permuted[rank].data();
   params.shared_input = call.has_shared ? call.shared[rank].data() : nullptr;
   params.num_terms = call.terms;
+  params.num_input_rows = call.rows * call.terms;
   params.routed_scale = kRoutedScale;
   params.completes_at_end = true;
   return params;

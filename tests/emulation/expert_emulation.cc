@@ -32,7 +32,6 @@ bool complain(uint32_t rank, const char* what, int64_t index, double got, double
 // One exchange as every rank knows it.
 struct Exchange {
   int max_tokens, top_k, experts_per_rank, row_bytes, hidden;
-  float scale;
   bool is_staged;
   std::vector<int> tokens;                    // of each rank
   std::vector<std::vector<int32_t>> experts;  // [tokens, top_k]
@@ -49,7 +48,6 @@ Exchange draw(std::mt19937& engine, uint32_t ranks) {
   exchange.experts_per_rank = integer(1, 4);
   exchange.row_bytes = integer(0, 2) == 0 ? integer(1, 40) : 4 * integer(1, 40);
   exchange.hidden = 8 * integer(1, 12);
-  exchange.scale = integer(0, 1) ? 1.f : 0.5f;
   exchange.is_staged = integer(0, 1);
   const int all = exchange.experts_per_rank * ranks;
   const int skewed = integer(0, 2) == 0 ? exchange.experts_per_rank : all;
@@ -185,7 +183,6 @@ bool check_combine(const Exchange& exchange, const comm::CommWorkspace& workspac
   params.combined = combined.data();
   params.slots = layout.slots;
   params.places = layout.places;
-  params.scale = exchange.scale;
   params.num_tokens = tokens;
   params.max_tokens = exchange.max_tokens;
   params.row_vecs = hidden / 8;
@@ -196,7 +193,6 @@ bool check_combine(const Exchange& exchange, const comm::CommWorkspace& workspac
       if ((active >> other & 1) && goes(exchange, rank, i / hidden, other))
         expected += made(other, rank, i / hidden, i % hidden);
     }
-    expected *= exchange.scale;
     if (to_float(combined[i]) != expected)
       return complain(rank, "combined", i, to_float(combined[i]), expected);
   }

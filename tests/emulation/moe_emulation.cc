@@ -80,7 +80,10 @@ bool check_combine(Random& random) {
   for (BF16& value : rows) value = from_float<BF16>(random.normal(1.f));
   std::vector<int32_t> entry_row(tokens * top_k);
   std::vector<float> weights(tokens * top_k);
-  for (int32_t& row : entry_row) row = random.one_in(4) ? -1 : random.integer(0, num_rows - 1);
+  constexpr int32_t kNone[] = {-1, INT32_MIN, INT32_MAX};
+  for (int32_t& row : entry_row) {
+    row = random.one_in(4) ? kNone[random.integer(0, 2)] : random.integer(0, num_rows);
+  }
   for (float& weight : weights) weight = random.normal(1.f);
   MoeCombineParams params = {};
   params.rows = rows.data();
@@ -88,6 +91,7 @@ bool check_combine(Random& random) {
   params.entry_row = entry_row.data();
   params.weights = weights.data();
   params.out = out.data();
+  params.num_rows = num_rows;
   params.num_tokens = tokens;
   params.top_k = top_k;
   params.hidden = hidden;
@@ -97,7 +101,7 @@ bool check_combine(Random& random) {
     double expected = 0., magnitude = 0.;
     for (int j = 0; j < top_k; ++j) {
       const int row = entry_row[token * top_k + j];
-      if (row < 0) continue;
+      if (row < 0 || row >= num_rows) continue;
       const double term = weights[token * top_k + j] * to_float(rows[row * stride + column]);
       expected += term;
       magnitude += std::fabs(term);

@@ -111,6 +111,24 @@ def test_one_product_is_added(sizes: dict[str, Any], by_pair: bool) -> None:
     assert_near(out, target)
 
 
+@pytest.mark.parametrize("start", [-(2**31), -8, 8, 2**31 - 1])
+@pytest.mark.parametrize("by_pair", [False, True])
+def test_columns_beyond_the_result_get_nothing(start: int, by_pair: bool) -> None:
+    case = Case.random(CPU)
+    x = torch.randn(1, len(case.tokens), case.first[0].shape[2])
+    second, width = case.second[:1], case.second[0].shape[2]
+    out = torch.randn(len(case.tokens) if by_pair else len(case.x), width)
+    whole = torch.zeros_like(out)
+    arguments = case.tokens, case.experts, case.weights, case.adapters
+    expand_pairs(whole, x, second, *arguments, torch.tensor([0]), not by_pair)
+    target = out.clone()
+    for column in range(width):
+        if 0 <= start + column < width:
+            target[:, start + column] += whole[:, column]
+    expand_pairs(out, x, second, *arguments, torch.tensor([start]), not by_pair)
+    assert torch.equal(out, target)
+
+
 def test_adapters_come_in_parts_that_cover_all() -> None:
     matrix = torch.zeros(3, dtype=torch.int32)
     for adapters, experts in ((1, 1), (4, 256), (5, 300), (3, 1024), (1025, 1)):

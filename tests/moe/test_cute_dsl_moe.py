@@ -161,13 +161,14 @@ def test_finalize(device, tokens, hidden, top_k, dtype_out):
     entries = order.int().view(tokens, top_k)
     weights = torch.rand(tokens, top_k, device=device)
     entries[0, 0], weights[0, 0] = -1, float("nan")
+    entries[-1, -1] = rows.shape[0] if top_k % 2 else 2**31 - 1  # beyond the last row
     out = poisoned_like(torch.empty(tokens, hidden, dtype=dtype_out, device=device))
     assert cute_dsl.moe_finalize(rows, entries, weights, out) is out
     expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
     sizes = torch.zeros_like(expected)
     for j in range(top_k):
-        there = (entries[:, j] >= 0)[:, None]
-        part = rows[entries[:, j].clamp(min=0).long()].double() * weights[:, j : j + 1].double()
+        there = ((entries[:, j] >= 0) & (entries[:, j] < rows.shape[0]))[:, None]
+        part = rows[(entries[:, j] * there[:, 0]).long()].double() * weights[:, j : j + 1].double()
         expected += torch.where(there, part, 0.0)
         sizes += torch.where(there, part.abs(), 0.0)
     bound = error_bound(dtype_out, top_k, magnitude=float(sizes.max()))

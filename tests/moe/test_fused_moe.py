@@ -92,7 +92,7 @@ def test_ranks_sum_to_the_whole(gpu: torch.device, scheme: str) -> None:
                 scale[part] if scale.shape[:1] == (experts,) else scale
                 for scale in whole["quant_scales"]
             ]
-        total += cutlass_fused_moe(**mine).double()
+        total += cutlass_fused_moe(**mine)[0].double()
     target = expected(whole)
     assert float((total - target).norm()) < 0.05 * float(target.norm())
 
@@ -123,13 +123,19 @@ def test_a_workspace_is_enough_and_holds_nothing(gpu: torch.device, scheme: str)
         cutlass_fused_moe(**call, workspace_buffer=memory[: size // 4])
 
 
+def test_four_scales_of_mxfp4_in_an_int32(gpu: torch.device) -> None:
+    call = random_call(random.Random(5), "mxfp4", ActivationType.Swiglu, 9, gpu, (512, 256))
+    words = [scale.view(torch.int32) for scale in call["quant_scales"]]
+    assert torch.equal(assert_right({**call, "quant_scales": words}), assert_right(call))
+
+
 def test_other_tokens_change_nothing_with_one_tile(gpu: torch.device) -> None:
     """Two batches that have the same tiles give a token the same bits."""
     call = random_call(random.Random(2), "none", ActivationType.Swiglu, 7, gpu)
-    usual = cutlass_fused_moe(**call)
+    usual = cutlass_fused_moe(**call)[0]
     call["input"] = call["input"].clone()
     call["input"][1:] += 1
-    assert torch.equal(cutlass_fused_moe(**call)[0], usual[0])
+    assert torch.equal(cutlass_fused_moe(**call)[0][0], usual[0])
 
 
 FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {

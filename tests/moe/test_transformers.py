@@ -63,7 +63,7 @@ def routed_by_softmax(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.experts.down_proj.data.bfloat16(),
         torch.bfloat16,
         [],
-    ).float()
+    )[0].float()
 
 
 def deepseek() -> torch.nn.Module:
@@ -97,7 +97,7 @@ def routed_by_groups(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.experts.down_proj.data.bfloat16(),
         torch.bfloat16,
         [],
-    ).float()
+    )[0].float()
     return result + module.shared_experts(x)
 
 
@@ -129,7 +129,7 @@ def with_biases(module: Any, x: torch.Tensor) -> torch.Tensor:
         swiglu_beta=constants[1],
         swiglu_limit=constants[2],
         activation_type=ActivationType.SwigluBias,
-    ).float()
+    )[0].float()
 
 
 @pytest.mark.parametrize(

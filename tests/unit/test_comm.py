@@ -172,6 +172,22 @@ def test_backends_of_multicast_are_refused_by_name(backend):
     assert not mnnvl.is_multicast_supported(0) and not mnnvl.is_mnnvl_fabric_supported(0)
 
 
+@pytest.mark.parametrize(
+    "constant",
+    [
+        {"top_k": 8}, {"rms_eps": 1e-6}, {"weight_bias": 1.0}, {"routed_scaling_factor": 1.0},
+        {"include_shared_expert": False}, {"add_residual": True}, {"write_residual_output": True},
+        {"apply_rms_norm": True}, {"output_dtype": torch.bfloat16}, {"dynamic_fp8": False},
+        {"write_norm_output": False}, {"config": {}},
+    ],
+    ids=lambda constant: next(iter(constant)),
+)  # fmt: skip
+def test_constants_of_multicast_are_refused_by_name(constant):
+    name = next(iter(constant))
+    with pytest.raises(ValueError, match=f"`{name}` must be None, got "):
+        comm.create_allreduce_fusion_workspace("auto", 2, 0, 8, 64, torch.bfloat16, **constant)
+
+
 def test_a_host_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="`gpus_per_node` must be at least `world_size`, 4, got 2"):
         comm.create_allreduce_fusion_workspace("auto", 4, 0, 8, 64, torch.bfloat16, 2)

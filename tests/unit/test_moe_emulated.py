@@ -32,7 +32,12 @@ def test_random_mixtures(emulator: Emulator, full: bool) -> None:
         [
             (MAP, "__syncwarp();  // all lanes have read the count", "", "row of entry"),
             (MAP, "if (lane == 0) offsets[num_experts]", "if (false) offsets[num_experts]", "rows"),
-            (COMBINE, "if (row_of[j] < 0) continue;", "if (row_of[j] <= 0) continue;", "sum"),
+            (
+                COMBINE,
+                "if (row_of[j] >= params.num_rows) continue;",
+                "if (row_of[j] - 1 >= params.num_rows) continue;",
+                "sum",
+            ),
             (ROUTE, "other_index < index", "other_index > index", "equal scores"),
             (ROUTE, "size > 1 ? detail::ordered(sum) : best", "best", "choice"),
         ]

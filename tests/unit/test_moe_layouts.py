@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashinfer import reference_backend
 from flashinfer.fused_moe import (
     convert_to_block_layout,
     cutlass_fused_moe,
@@ -16,6 +17,7 @@ from flashinfer.fused_moe import (
     interleave_moe_weights_for_sm90_mixed_gemm,
     reorder_rows_for_gated_act_gemm,
 )
+from flashinfer.trace.templates.moe_four_bit import four_bit_example
 
 
 def test_blocks_of_columns() -> None:
@@ -121,6 +123,16 @@ FOUR_BIT_CALL = {
             "`use_w4_group_scaling` needs `fc1_expert_weights` of torch.uint8",
         ),
         ({"use_deepseek_fp8_block_scale": True}, "`use_w4_group_scaling` and"),
+        (
+            {"quant_scales": [torch.zeros(2, 128, 8, dtype=torch.int32)] * 2},
+            r"`quant_scales\[0\]` must have shape \[2, 128, 8\] for mxfp4 .*got \[2, 128, 32\]",
+        ),
+        (
+            {"quant_scales": [torch.zeros(2, 2, 128, dtype=torch.int32).mT] * 2},
+            r"`quant_scales\[0\]` must be contiguous",
+        ),
+        ({"quant_scales": torch.ones(4)}, "`quant_scales` must be a list .*got Tensor"),
+        ({"quant_scales": 3}, "`quant_scales` must be a list of tensors or None, got int"),
         ({"output_dtype": torch.float16}, "`output_dtype` must have dtype bfloat16"),
         ({"fc2_expert_weights": torch.zeros(2, 256, 24, dtype=torch.uint8)}, "`fc1_expert_weig"),
         ({}, "`input` must be a CUDA tensor"),
@@ -129,6 +141,37 @@ FOUR_BIT_CALL = {
 def test_what_four_bit_mixtures_refuse(change: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         cutlass_fused_moe(**{**FOUR_BIT_CALL, **change})
+
+
+def test_four_scales_of_mxfp4_may_stand_in_an_int32() -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = (2, 256, 256), (2, 256, 128)
+    codes, scales = four_bit_example("mxfp4", shapes, torch.bfloat16, generator)
+    call = {
+        **FOUR_BIT_CALL,
+        "input": torch.randn(2, 256, generator=generator).bfloat16(),
+        "token_final_scales": torch.ones(2, 1),
+        "fc1_expert_weights": codes[0],
+        "fc2_expert_weights": codes[1],
+        "quant_scales": scales,
+    }
+    words = {**call, "quant_scales": [scale.view(torch.int32) for scale in scales]}
+    for given in (call, words):  # the scales are right: only the device is not
+        with pytest.raises(ValueError, match="`input` must be a CUDA tensor"):
+            cutlass_fused_moe(**given)
+    with reference_backend():
+        assert torch.equal(cutlass_fused_moe(**words)[0], cutlass_fused_moe(**call)[0])
+
+
+def test_a_mixture_returns_a_list_of_one_tensor() -> None:
+    call = {**FOUR_BIT_CALL, "output": torch.ones(2, 256, dtype=torch.bfloat16)}
+    with reference_backend():
+        (result,) = cutlass_fused_moe(**call)
+        assert result is call["output"] and not result.any()
+    rows = ("input", "token_selected_experts", "token_final_scales", "output")
+    nothing = {**call, **{name: call[name][:0] for name in rows}}
+    returned = cutlass_fused_moe(**nothing)
+    assert type(returned) is list and len(returned) == 1 and returned[0] is nothing["output"]
 
 
 def test_the_workspace_of_four_bits_is_that_of_sixteen() -> None:

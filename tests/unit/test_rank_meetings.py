@@ -13,6 +13,7 @@ from flashinfer.comm.peer_workspace import PeerWorkspace
 from tests.comm import ranks
 
 RANKS, CALLS = 4, 10
+X = torch.empty(0)
 
 
 class Stream:
@@ -22,7 +23,7 @@ class Stream:
 
 class Workspace(PeerWorkspace):
     def __init__(self) -> None:
-        self.bytes = torch.empty(0)
+        self.bytes, self.device = torch.empty(0), torch.device("cpu")
 
     def check(self) -> None:
         """Nothing fails here."""
@@ -45,13 +46,13 @@ def one_device(monkeypatch):
 def test_no_rank_goes_on_before_all_have_launched(one_device, freely):
     log: list[int] = []
 
-    def kernel(workspace: torch.Tensor, call: int) -> None:
+    def kernel(workspace: torch.Tensor, x: torch.Tensor, call: int) -> None:
         time.sleep(random.random() * 0.002)
         log.append(call)
 
     def body(backend):
         for call in range(CALLS):
-            Workspace().launch(kernel, call)
+            Workspace().launch(kernel, X, call)
         return backend.Get_rank()
 
     assert ranks.run_ranks(RANKS, body, freely=freely) == list(range(RANKS))
@@ -64,7 +65,7 @@ def test_an_error_of_one_rank_ends_the_others(one_device):
     def body(backend):
         if backend.Get_rank() == 2:
             raise ValueError("rank 2")
-        Workspace().launch(lambda workspace: None)
+        Workspace().launch(lambda workspace, x: None, X)
 
     with pytest.raises(ValueError, match="rank 2"):
         ranks.run_ranks(RANKS, body)
@@ -82,7 +83,7 @@ def test_another_number_of_calls_is_an_error(one_device, monkeypatch):
 
     def body(backend):
         for _ in range(1 + (backend.Get_rank() == 1)):
-            Workspace().launch(lambda workspace: None)
+            Workspace().launch(lambda workspace, x: None, X)
 
     with pytest.raises(RuntimeError, match="another number of calls"):
         ranks.run_ranks(2, body)

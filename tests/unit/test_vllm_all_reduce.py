@@ -38,7 +38,7 @@ def handle(monkeypatch):
 def test_sizes_and_the_grid(handle, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        vllm_ar.all_reduce_call, "run", lambda *args, schedule: calls.append(schedule)
+        vllm_ar.all_reduce_call, "run", lambda *args, schedule, names: calls.append(schedule)
     )
     x = torch.empty(2048, dtype=torch.bfloat16)
     comm.vllm_all_reduce(handle, x, x, 0, 0, 1)

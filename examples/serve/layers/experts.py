@@ -45,9 +45,10 @@ class Experts:
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
         options = {"quant_scales": None, **self.options}
-        return kernels.fused_moe.cutlass_fused_moe(
+        (out,) = kernels.fused_moe.cutlass_fused_moe(
             x.contiguous(), chosen, weights, self.up, self.down, x.dtype, **options
         )
+        return out
 
 
 class RoutedLayer:

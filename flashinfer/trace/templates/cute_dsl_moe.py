@@ -36,13 +36,13 @@ def _moe_activation_reference(
 def _moe_finalize_reference(
     rows: torch.Tensor, entry_row: torch.Tensor, token_final_scales: torch.Tensor
 ) -> torch.Tensor:
-    """out[t] = sum over j of token_final_scales[t, j] rows[entry_row[t, j]]; negative: nothing.
+    """out[t] = sum over j of token_final_scales[t, j] rows[entry_row[t, j]], of rows that exist.
 
     Source: N. Shazeer et al., "Outrageously Large Neural Networks: the Sparsely-Gated
     Mixture-of-Experts Layer", 2017.
     """
-    there = entry_row >= 0
-    chosen = rows.double()[entry_row.long().clamp(min=0)]
+    there = (entry_row >= 0) & (entry_row < rows.shape[0])
+    chosen = rows.double()[torch.where(there, entry_row, 0).long()]
     weights = torch.where(there, token_final_scales.double(), 0.0)
     return torch.where(there[..., None], chosen * weights[..., None], 0.0).sum(dim=1)
 
@@ -111,7 +111,7 @@ def _finalize_init(arguments: dict[str, Any]) -> dict[str, Any]:
     device, generator = arguments["rows"].device, torch.Generator().manual_seed(0)
     rows = torch.randn(12, 256, generator=generator).bfloat16().to(device)
     entries = torch.randperm(12, generator=generator).int().view(6, 2).to(device)
-    entries[0, 1] = -1
+    entries[0, 1], entries[1, 0] = -1, 12
     weights = torch.rand(6, 2, generator=generator).to(device)
     return {"rows": rows, "entry_row": entries, "token_final_scales": weights}
 
@@ -128,7 +128,7 @@ moe_finalize_trace = TraceTemplate(
     },
     inputs={
         "rows": Tensor(["entries", "hidden"], dtypes=_HALF),
-        "entry_row": Tensor(["tokens", "top_k"], dtype="int32", description="Negative: none."),
+        "entry_row": Tensor(["tokens", "top_k"], dtype="int32", description="Rows; others: none."),
         "token_final_scales": Tensor(["tokens", "top_k"], dtype="float32"),
     },
     outputs={"out": Tensor(["tokens", "hidden"], dtype_from="rows", dtypes=_FLOATS, param="out")},

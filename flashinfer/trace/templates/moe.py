@@ -24,6 +24,7 @@ from .moe_four_bit import (
     four_bit_scales,
     four_bit_weights,
     values_of,
+    with_bytes_of_scales,
 )
 
 _HALF = ("bfloat16", "float16")
@@ -446,7 +447,8 @@ def _template(scheme: str, gated: bool) -> TraceTemplate:
             **{name: (False,) for name in _FALSE},
             **{name: (None,) for name in _absent(scheme, gated)},
         },
-        gather=_without_empty_scales if scheme == "none" else None,
+        gather={"none": _without_empty_scales, "mxfp4": with_bytes_of_scales}.get(scheme),
+        nest=list,  # the public function returns a list of one tensor
         description="Two products with the experts of each token, an activation between them, and "
         "the weighted sum of a token's results.",
     )
@@ -481,7 +483,7 @@ def cutlass_fused_moe_trace(**arguments: Any) -> TraceTemplate:
     """The template of a call's quantisation and activation."""
     scheme = "none"
     if arguments.get("use_w4_group_scaling") is True:
-        scheme = format_of(arguments.get("quant_scales"))
+        scheme = format_of(with_bytes_of_scales(arguments).get("quant_scales"))
     elif arguments.get("use_deepseek_fp8_block_scale"):
         scheme = "block"
     elif getattr(arguments.get("fc1_expert_weights"), "dtype", None) == torch.float8_e4m3fn:

@@ -77,12 +77,12 @@ def _expand_pairs_reference(
     result = y.double()
     known = (sorted_token_ids >= 0) & (sorted_token_ids < lora_indices.shape[0])
     for s, (weight, start) in enumerate(zip(weights, slice_start_loc.tolist(), strict=True)):
-        if start < 0 or start + weight.shape[2] > y.shape[1]:
-            raise ValueError(f"`slice_start_loc` must be columns of `y`, got {start}")
         rows = _pair_products(
             x[s].to(weight.dtype), weight, sorted_token_ids, expert_ids, lora_indices
         )
-        columns = result[:, start : start + weight.shape[2]]
+        first, end = max(start, 0), max(min(start + weight.shape[2], y.shape[1]), 0)
+        columns = result[:, first:end]
+        rows = rows[:, first - start :][:, : columns.shape[1]]
         if finalize:
             weighted = rows[known] * topk_weights[known].double()[:, None]
             columns.index_add_(0, sorted_token_ids[known].long(), weighted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def format_of(scales: Any) -> str:
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
         return "mxfp4"
     return "nvfp4" if dtype == torch.float8_e4m3fn else "int4"
+
+
+def with_bytes_of_scales(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with one byte for each scale of MXFP4 where a call has four in an int32."""
+    result = {name: arguments.get(name) for name in arguments}
+    scales = result.get("quant_scales")
+    if isinstance(scales, (list, tuple)):
+        result["quant_scales"] = [
+            s.view(torch.uint8) if getattr(s, "dtype", None) == torch.int32 else s for s in scales
+        ]
+    return result
 
 
 def values_of(weight: torch.Tensor, scales: list[torch.Tensor], index: int) -> torch.Tensor:

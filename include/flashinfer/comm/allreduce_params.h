@@ -30,9 +30,10 @@ struct AllReduceParams {
   // MoE inputs
   const float* expert_scales;    // reduction: [experts, tokens]
   const void* expert_weights;    // finalize: [tokens, top_k], may be null: 1
-  const int32_t* permuted_rows;  // finalize: [tokens, top_k], -1: none
+  const int32_t* permuted_rows;  // finalize: [tokens, top_k]; others than rows of input: none
   const void* shared_input;      // [tokens, hidden], may be null
   uint32_t num_terms;            // experts, or top_k
+  uint32_t num_input_rows;       // finalize: rows of input
   float routed_scale;            // finalize: multiplies the experts' sum, not shared_input
   bool completes_at_end;         // lets the next grid start at the end, not at the beginning
 };

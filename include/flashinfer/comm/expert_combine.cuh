@@ -89,8 +89,6 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
         for (int i = 0; i < kVecSize; ++i) sum[i] += from[rank][i];
       }
-#pragma unroll
-      for (int i = 0; i < kVecSize; ++i) sum[i] *= params.scale;
       Vector<typename Traits::Out, kVecSize> result;
       result.from_floats(sum);
       const int64_t index = static_cast<int64_t>(token) * params.row_vecs + vec;

@@ -59,7 +59,6 @@ struct ExpertCombineParams {
   void* combined;       // [tokens, hidden]
   int64_t slots;        // of the dispatch
   int64_t places;       // [ranks, max_tokens, hidden]
-  float scale;          // multiplies the sums
   uint32_t num_tokens;
   uint32_t max_tokens;
   uint32_t row_vecs;  // vectors of 8 elements in a row

@@ -51,6 +51,7 @@ struct moe_reduction {
 // A token's rows among the permuted rows of grouped products:
 //   routed_scale * (sum over k of expert_weights[row, k] * input[permuted_rows[row, k]])
 //     + shared_input[row]
+// where rows that the input does not have add nothing.
 struct moe_finalize {
   template <typename T>
   __device__ __forceinline__ static Vector<T, 16 / sizeof(T)> load(const AllReduceParams& params,
@@ -60,7 +61,8 @@ struct moe_finalize {
     for (uint32_t k = 0; k < params.num_terms; ++k) {
       const int64_t term = static_cast<int64_t>(row) * params.num_terms + k;
       const int32_t permuted = params.permuted_rows[term];
-      if (permuted < 0) continue;
+      // One compare: as an unsigned number, a negative one is beyond the last row, too.
+      if (static_cast<uint32_t>(permuted) >= params.num_input_rows) continue;
       const auto x =
           load_vec<T>(params.input, static_cast<int64_t>(permuted) * params.row_vecs + vec);
       const float weight = params.expert_weights == nullptr

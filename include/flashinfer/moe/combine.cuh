@@ -34,22 +34,22 @@ __global__ void __launch_bounds__(kMoeCombineThreads)
   for (uint32_t first = 0; first < params.top_k; first += kMoeCombineAtOnce) {
     Vector<T, kMoeCombineElements> values[kMoeCombineAtOnce];
     float weight[kMoeCombineAtOnce];
-    int32_t row_of[kMoeCombineAtOnce];
+    uint32_t row_of[kMoeCombineAtOnce];  // a negative one is beyond the last row, too
 #pragma unroll
     for (uint32_t j = 0; j < kMoeCombineAtOnce; ++j) {
       const uint32_t choice = first + j;
-      row_of[j] = choice < params.top_k ? entry_row[choice] : -1;
+      row_of[j] = choice < params.top_k ? static_cast<uint32_t>(entry_row[choice]) : UINT32_MAX;
       weight[j] = choice < params.top_k ? weights[choice] : 0.f;
     }
     // Where the row comes from was known before; what it has is not.
     if (first == 0 && params.starts_early) ptx::grid_dependency_wait();
 #pragma unroll
     for (uint32_t j = 0; j < kMoeCombineAtOnce; ++j) {
-      if (row_of[j] >= 0) values[j].load(rows + row_of[j] * params.rows_stride);
+      if (row_of[j] < params.num_rows) values[j].load(rows + row_of[j] * params.rows_stride);
     }
 #pragma unroll
     for (uint32_t j = 0; j < kMoeCombineAtOnce; ++j) {
-      if (row_of[j] < 0) continue;
+      if (row_of[j] >= params.num_rows) continue;
       float row[kMoeCombineElements];
       values[j].to_floats(row);
 #pragma unroll

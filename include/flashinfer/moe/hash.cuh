@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32 * kMoeHashWarps)
 
 #ifndef __CUDACC_RTC__
 
-// At most 32 choices.
+// At most kMoeMaxChoices choices.
 template <typename T, typename Id, typename Expert>
 inline cudaError_t launch_moe_hash(const MoeHashParams& params, bool enable_pdl,
                                    cudaStream_t stream) {

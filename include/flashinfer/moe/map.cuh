@@ -14,7 +14,6 @@ namespace flashinfer {
 
 inline constexpr uint32_t kMoeMapWarps = 32;           // at most
 inline constexpr uint32_t kMoeMapBytes = 48 << 10;     // of shared memory, at most
-inline constexpr uint32_t kMoeMapExperts = 1024;       // at most
 inline constexpr uint32_t kMoeMapEntriesOfWarp = 128;  // before another warp takes part
 inline constexpr uint32_t kMoeMapFew = 64;             // choices that are compared with each other
 inline constexpr uint32_t kMoeMapFewWarps = 8;

@@ -6,6 +6,10 @@
 
 namespace flashinfer {
 
+// What kernels hold at most, which bindings check: a lane of a warp for each choice of a token and
+// for each group of experts, and an offset in shared memory for each expert that is here.
+inline constexpr int kMoeMaxChoices = 32, kMoeMaxGroups = 32, kMoeMaxExperts = 1024;
+
 // How a router's logits become scores.
 enum class MoeScore { softmax, sigmoid };
 
@@ -52,11 +56,11 @@ struct MoeMapParams {
 struct MoeCombineParams {
   const void* rows;
   int64_t rows_stride;
-  const int32_t* entry_row;  // [num_tokens, top_k]; negative: nothing
+  const int32_t* entry_row;  // [num_tokens, top_k]; others than 0 to num_rows - 1: nothing
   const float* weights;      // [num_tokens, top_k]
   void* out;                 // [num_tokens, hidden]
   int64_t out_stride;
-  uint32_t num_tokens, top_k, hidden;
+  uint32_t num_rows, num_tokens, top_k, hidden;
   // The previous kernel of the stream writes nothing but rows: what it follows has finished.
   bool starts_early;
 };

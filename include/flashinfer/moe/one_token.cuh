@@ -38,8 +38,6 @@ struct MoeTokenTraits {
 
 namespace detail {
 
-inline constexpr uint32_t kMoeTokenChoices = 32;  // at most
-
 // 256 elements of a row of the second weights.
 struct alignas(16) MoeTokenStep {
   int64_t offset;  // of the row of element 0 of the result, in elements
@@ -48,8 +46,8 @@ struct alignas(16) MoeTokenStep {
 };
 
 struct MoeTokenChoice {
-  int32_t experts[kMoeTokenChoices];  // their numbers here, or -1
-  float weights[kMoeTokenChoices];
+  int32_t experts[kMoeMaxChoices];  // their numbers here, or -1
+  float weights[kMoeMaxChoices];
 };
 
 // Into shared memory; a barrier must follow.

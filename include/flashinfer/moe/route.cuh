@@ -14,10 +14,7 @@
 
 namespace flashinfer {
 
-inline constexpr uint32_t kMoeRouteWarps = 4;       // of a CTA
-inline constexpr uint32_t kMoeRouteExperts = 1024;  // at most
-inline constexpr uint32_t kMoeRouteChoices = 32;    // at most, one for each lane
-inline constexpr uint32_t kMoeRouteGroups = 32;     // at most, one for each lane
+inline constexpr uint32_t kMoeRouteWarps = 4;  // of a CTA
 
 namespace detail {
 
@@ -224,7 +221,7 @@ __global__ void __launch_bounds__(32 * kMoeRouteWarps)
 
 #ifndef __CUDACC_RTC__
 
-// At most 32 * kPerLane experts, kMoeRouteChoices choices and kMoeRouteGroups groups.
+// At most 32 * kPerLane experts, kMoeMaxChoices choices and kMoeMaxGroups groups.
 template <typename T, MoeScore kScore, int kPerLane>
 inline cudaError_t launch_moe_route(const MoeRouteParams& params, bool enable_pdl,
                                     cudaStream_t stream) {
