@@ -269,7 +269,8 @@ def moe_a2a_dispatch(
         (layout.slots, layout.gathered_stats, max_tokens, num_experts),
         enable_pdl,
     )
-    key = (tuple(ranges), max_tokens)
+    kinds = tuple((payload.dtype, payload.shape[1:]) for payload in input_payloads)
+    key = (tuple(ranges), max_tokens, kinds)
     if recv_view_cache is None or key not in recv_view_cache:
         views = _views(memory, input_payloads, ranges, (ep_size, max_tokens))
         if recv_view_cache is None:

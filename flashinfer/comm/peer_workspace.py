@@ -67,6 +67,14 @@ def agree(backend: Any, what: str, facts: dict[str, Any]) -> None:
         raise ValueError(f"{what} must be called alike by all ranks: {listed}")
 
 
+def ctas_of_ranks(uuids: list[str], sms: list[int]) -> int:
+    """CTAs of each rank's grids, by every rank's GPU and its SMs, which ranks may share.
+
+    Alike on all ranks, for a row is finished only where the same CTA has it on every rank.
+    """
+    return max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, sms, strict=True)))
+
+
 class PeerWorkspace:
     """Receive buffers of all ranks in two halves, flags, and the control block of this rank.
 
@@ -85,13 +93,13 @@ class PeerWorkspace:
         self.rank, self.world_size = backend.Get_rank(), backend.Get_size()
         self.device = current_device()
         self.half_bytes = -(-half_bytes // 256) * 256
-        hosts = backend.allgather((socket.gethostname(), torch.cuda.current_device(), _uuid()))
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        hosts = backend.allgather((socket.gethostname(), _uuid(), sms))
         if len({host for host, _, _ in hosts}) != 1:
             raise ValueError(
                 "`comm_backend` must have processes of one host; beyond it, use torch.distributed"
             )
-        sharers = sum(uuid == hosts[self.rank][2] for _, _, uuid in hosts)
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        uuids = [uuid for _, uuid, _ in hosts]
         self._buffers = SharedBuffers(2 * self.half_bytes, backend, fill)
         self._flags = SharedBuffers(_FLAG_BYTES, backend)
         self._control = torch.zeros(_CONTROL_BYTES, dtype=torch.uint8, device=self.device)
@@ -103,12 +111,12 @@ class PeerWorkspace:
             self.half_bytes,
             self.rank,
             self.world_size,
-            max(1, sms // sharers),
+            ctas_of_ranks(uuids, [count for _, _, count in hosts]),
             NUM_FLAGS,
         )
         # Bindings take the bytes of the struct.
         self.bytes = torch.frombuffer(self.struct, dtype=torch.uint8)
-        self.is_shared_device = sharers > 1
+        self.is_shared_device = uuids.count(uuids[self.rank]) > 1
         self.max_ctas = self.struct.max_ctas
         self._failed = Failure.from_address(self._failure.data_ptr())
         self._closed = False

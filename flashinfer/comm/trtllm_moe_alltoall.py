@@ -101,7 +101,6 @@ class MoeAlltoAll:
         )
         self._tokens: int | None = None  # of a dispatch without its combine
         self._gathered_stats: torch.Tensor | None = None
-        self._views: dict[Any, Any] = {}
 
     @classmethod
     def get_workspace(
@@ -172,9 +171,8 @@ class MoeAlltoAll:
         """Free the shared memory. Graphs captured before are invalid. Collective."""
         memory: ExpertMemory | None = self._state["memory"]
         if memory is not None:
-            self._state.update(memory=None, workspace=None)
+            self._state.update(memory=None, workspace=None, views={})
             memory.close()
-        self._views.clear()
 
     def checkpoint_restore(self, comm_backend: Any) -> None:
         """Create the shared memory again, over `comm_backend`. Collective."""
@@ -219,7 +217,7 @@ class MoeAlltoAll:
             eplb_local_stats=eplb_local_stats,
             enable_rank_mask=self.enable_rank_mask,
             active_rank_mask=active_rank_mask,
-            recv_view_cache=self._views,
+            recv_view_cache=self._state["views"],
         )
         self._tokens = token_selected_experts.shape[0]
         self._gathered_stats = stats if stats is not None else self._gathered_stats
@@ -317,6 +315,7 @@ def _shared_workspace(
         "workspace": memory.tensor,
         "workspace_size_per_rank": num_bytes,
         "metainfo": metainfo,
+        "views": {},  # of what arrives, which layers share with the memory
     }
     MoeAlltoAll._WORKSPACE_CACHE[key] = state
     return state

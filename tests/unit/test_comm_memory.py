@@ -17,7 +17,7 @@ from flashinfer import comm
 from flashinfer.comm import cuda_ipc
 from flashinfer.comm.comm_backend import TorchDistBackend
 from flashinfer.comm.cuda_ipc import SharedBuffers, cudaIpcMemHandle_t
-from flashinfer.comm.peer_workspace import PeerWorkspace
+from flashinfer.comm.peer_workspace import PeerWorkspace, ctas_of_ranks
 
 
 class Runtime:
@@ -132,3 +132,10 @@ def test_both_buffers_are_closed_when_a_rank_is_gone() -> None:
         assert not Runtime.opened and len(Runtime.here) == 2
 
     in_two_processes(body)
+
+
+def test_grids_are_alike_where_ranks_share_gpus_unevenly() -> None:
+    assert ctas_of_ranks(["a", "b"], [132, 132]) == 132
+    assert ctas_of_ranks(["a", "a", "b"], [132, 132, 132]) == 66
+    assert ctas_of_ranks(["a", "b"], [132, 16]) == 16
+    assert ctas_of_ranks(["a"] * 8, [4] * 8) == 1

@@ -93,7 +93,10 @@ def shared() -> list[tuple[str, Pattern, dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize(("names", "pattern", "change"), shared(), ids=lambda part: str(part)[:40])
+CASES = shared()
+
+
+@pytest.mark.parametrize(("names", "pattern", "change"), CASES, ids=[case[0] for case in CASES])
 def test_results_that_share_memory(workspace, names, pattern, change):
     written, other = re.findall("`[a-z_]+`", names)
     message = refusal(workspace, pattern, **change)

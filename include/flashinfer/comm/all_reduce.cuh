@@ -8,8 +8,8 @@
 //             pushes the sums to all others
 //
 // Two-shot moves 2 (W - 1) / W of the data instead of W - 1 times, and waits twice. A CTA pushes a
-// row before it waits for it, and takes rows in ascending order, so that the lowest unfinished row
-// can always be finished, whichever CTAs are resident.
+// row before it waits for it, and takes rows in ascending order, and grids are alike on all ranks,
+// so that the lowest unfinished row can always be finished, whichever CTAs are resident.
 #pragma once
 
 #include <flashinfer/comm/lamport.cuh>

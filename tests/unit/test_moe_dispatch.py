@@ -82,3 +82,36 @@ def test_the_binding_of_a_combine(monkeypatch) -> None:
     )
     with pytest.raises(ValueError, match="`payload` must be a CUDA tensor"):
         kernel(*call)
+
+
+def test_payloads_of_another_kind_get_views_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may begin and end where others did."""
+    peers = SimpleNamespace(launch=lambda *arguments: None)
+    memory: Any = SimpleNamespace(
+        num_bytes=1 << 16,
+        tensor=torch.zeros(1 << 16, dtype=torch.uint8),
+        reserve=lambda outputs_end, tokens_begin: None,
+        peers=peers,
+    )
+    layout = Layout.of(2, 8, 0)
+    monkeypatch.setattr(moe_a2a, "_opened", lambda *arguments: memory)
+    monkeypatch.setattr(moe_a2a, "_layout", lambda metainfo: layout)
+    monkeypatch.setattr(moe_a2a.checks, "cuda_tensors", lambda **tensors: None)
+    monkeypatch.setattr(expert_memory, "dispatch_kernel", lambda ranks: None)
+    monkeypatch.setattr(moe_a2a, "_active", lambda *arguments: 3)
+    cache: dict[Any, Any] = {}
+
+    def received(payload: torch.Tensor) -> torch.Tensor:
+        experts = torch.zeros(4, 2, dtype=torch.int32)
+        views, *_ = moe_a2a.moe_a2a_dispatch(
+            experts, [payload], torch.zeros(1), torch.zeros(6), 4, 0, 2, 2, 8, recv_view_cache=cache
+        )
+        return views[0]
+
+    for shape, dtype in (
+        ((4, 64), torch.bfloat16),
+        ((4, 64), torch.float16),
+        ((4, 128), torch.int8),
+    ):
+        view = received(torch.zeros(shape, dtype=dtype))
+        assert view.dtype == dtype and view.shape == (2, 4, shape[1])
