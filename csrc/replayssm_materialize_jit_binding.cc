@@ -9,6 +9,7 @@
 //   sizes     (dim, num_heads, heads_per_group, ring_buffer_len)
 //   rounding  (rand_seed, philox_rounds); the seed may be None
 #include "ffi.h"
+#include "linear_attention_binding.h"
 #include "replayssm_materialize.h"
 
 namespace flashinfer {
@@ -98,6 +99,8 @@ FLASHINFER_FFI_EXPORT(replayssm_materialize, args) {
   params.num_layers = static_cast<int32_t>(layers);
   params.rows = static_cast<int32_t>(rows);
   params.pad_slot = pad_slot;
+  ffi::check_fits_grid(source, batch, "requests");
+  ffi::check_fits_grid(source, layers * heads, "layers, of `num_heads` each");
   if (layers * batch == 0) return;
   const ffi::DeviceGuard guard(source);
   ffi::check_launch(replayssm_materialize(params, ffi::device_info(source).has_pdl(),
