@@ -61,9 +61,11 @@ FLASHINFER_FFI_EXPORT(replayssm_materialize, args) {
   const int64_t philox_rounds = rounding.integer("philox_rounds");
   args.all_taken();
 
-  ffi::check_cuda(source);
   ffi::check_ndim(source, 2, 2);
   const int64_t layers = source.dim(0), batch = source.dim(1);
+  ffi::check_fits_grid(source, batch, "requests");
+  ffi::check_fits_grid(source, layers * heads, "layers, of `num_heads` each");
+  ffi::check_cuda(source);
   MaterializeStateParams params = {};
   params.source = integers(source, layers, batch, source);
   params.target = integers(target, layers, batch, source);
@@ -99,8 +101,6 @@ FLASHINFER_FFI_EXPORT(replayssm_materialize, args) {
   params.num_layers = static_cast<int32_t>(layers);
   params.rows = static_cast<int32_t>(rows);
   params.pad_slot = pad_slot;
-  ffi::check_fits_grid(source, batch, "requests");
-  ffi::check_fits_grid(source, layers * heads, "layers, of `num_heads` each");
   if (layers * batch == 0) return;
   const ffi::DeviceGuard guard(source);
   ffi::check_launch(replayssm_materialize(params, ffi::device_info(source).has_pdl(),
