@@ -305,7 +305,7 @@ def _template(form: _Form) -> TraceTemplate:
         "disable_state_update": (False, True),
         "output_final_state": (form.final,),
         "use_gate_in_kernel": (form.gate,),
-        "backend": ("auto", "flashinfer"),
+        "backend": ("auto", "flashinfer", None, "cute-dsl", "cudnn", "cake"),
     }
     if not form.checkpoints:
         options["checkpoint_every_n_tokens"] = (0,)
