@@ -82,7 +82,7 @@ def convolve(
 
 
 def _next_inputs(x: torch.Tensor, kept: int, history: History) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the cache holds next, and which sequences change it.
+    """The cache's next rows, and the sequences that have new ones.
 
     The last ``kept - 1`` inputs of the history are in front of the new ones.
     """

@@ -218,7 +218,7 @@ def _chunk_reference(
     bounds = [int(i) for i in cu_seqlens]
     out = torch.zeros((total, heads, v.shape[2]), dtype=torch.float64, device=q.device)
     slots = _slots(state_indices, len(bounds) - 1)
-    finals, checkpoints = [], []
+    finals, checkpoints = list[torch.Tensor](), list[torch.Tensor]()
     zeros = out.new_zeros((heads, v.shape[2], k.shape[2]))
     for slot, part in zip(slots, map(slice, bounds[:-1], bounds[1:]), strict=True):
         if initial_state is not None and not 0 <= slot < len(initial_state):  # padding
