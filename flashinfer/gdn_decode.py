@@ -146,8 +146,8 @@ def gated_delta_rule_decode_pretranspose(
     initial_state_indices, output_state_indices : torch.Tensor, optional
         ``[batch]``, int32 or int64: the slots that sequences read and write; by default sequence i
         has slot i, and the slot that is read is written. Slots that are written must be distinct.
-        A sequence with a negative slot to read is padding: its output is zero and no state is
-        touched. A negative slot to write: the state is not written.
+        A sequence with a slot to read that the pool has not (a negative one, say) is padding: its
+        output is zero and no state is touched. Such a slot to write: the state is not written.
     intermediate_states_buffer : torch.Tensor, optional
         ``[>= batch, >= tokens, v_heads, head_dim_v, head_dim_k]``, dtype of the state: receives
         the state after every token.
@@ -224,7 +224,7 @@ def gated_delta_rule_mtp(
         As there.
     ssm_state_indices : torch.Tensor, optional
         ``[batch, >= tokens]``, int32 or int64: slots of the pool that receive the state after each
-        token, in place of `intermediate_states_buffer`; a negative slot receives nothing. States
+        token, in place of `intermediate_states_buffer`, but for slots that the pool has not. States
         are written to these alone.
     disable_state_update : bool, optional
         Leave `initial_state` as it is; None is True.
@@ -322,8 +322,8 @@ def gated_delta_rule_replayssm_commit(
     g_cache, beta_cache : torch.Tensor
         ``[layers, slots, v_heads, T]``, float32.
     state_indices : torch.Tensor
-        ``[batch]``, int32 or int64: the slot of each sequence, distinct. A negative one and
-        `null_block_id` are padding.
+        ``[batch]``, int32 or int64: the slot of each sequence, distinct. One that there is
+        not (a negative one, say) and `null_block_id` are padding.
     accept_lens : torch.Tensor
         ``[batch]``, int32 or int64: how many tokens count, up to T; 0 leaves the state as it is.
     track_state_indices, track_steps : torch.Tensor, optional
@@ -408,8 +408,8 @@ def gdn_fused_decode_step(
         ``[slots, v_heads, head_dim, head_dim]``, key dimension last, float32, bfloat16 or float16;
         overwritten.
     state_indices : torch.Tensor
-        ``[batch]``, int32 or int64: the slot of each sequence in both pools, distinct; negative:
-        padding, whose output is zero, and no slot is touched.
+        ``[batch]``, int32 or int64: the slot of each sequence in both pools, distinct; one that
+        they have not: padding, whose output is zero, and no slot is touched.
     out : torch.Tensor, optional
         Result, ``[batch, 1, v_heads, head_dim]``, dtype of `mixed_qkv`.
 

@@ -131,7 +131,7 @@ def recurrent_kda(
         ``[sequences + 1]``, int32 or int64: where sequences begin in the packed tokens.
     ssm_state_indices : torch.Tensor, optional
         ``[sequences]``, int32 or int64: slots of the pool `initial_state`. A sequence with a
-        negative slot is padding: its output is zero. With `num_spec_tokens`
+        slot that it has not is padding: its output is zero. With `num_spec_tokens`
         ``[sequences, 1 + num_spec_tokens]``: token t leaves the state in slot t of its sequence.
     num_spec_tokens : int, optional
         Tokens per sequence after the first one, at least 1. By default of `ssm_state_indices`,
@@ -250,7 +250,7 @@ def packed_kda_decode(
     state : torch.Tensor
         Pool ``[slots, heads, head_dim, head_dim]``, overwritten.
     state_indices : torch.Tensor
-        ``[batch]``, int32 or int64; negative: padding, whose output is zero.
+        ``[batch]``, int32 or int64; none of the pool's: padding, whose output is zero.
     output : torch.Tensor, optional
         Result, ``[batch, 1, heads, head_dim]``.
 
@@ -341,7 +341,7 @@ def fused_kda_decode(
         `heads` elements float32, and ``[heads, head_dim]`` or flat.
     state_indices : torch.Tensor
         ``[batch]``, int32 or int64: the slot of each sequence in both caches, distinct. One that is
-        not positive: padding, whose output is zero, and no slot is touched.
+        not positive, or past them: padding, whose output is zero, and no slot is touched.
     state : torch.Tensor
         ``[slots, heads, head_dim, head_dim]``, float32, bfloat16 or float16; overwritten.
     output_gate : torch.Tensor

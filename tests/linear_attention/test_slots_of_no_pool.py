@@ -57,6 +57,21 @@ def decode(count: int) -> Callable[..., Any]:
     return make
 
 
+def kda(count: int) -> Callable[..., Any]:
+    def make(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        q, k, v, g = (tokens(device, BATCH, count) for _ in "qkvg")
+        beta = torch.rand(BATCH, count, HEADS, device=device)
+
+        def call(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            return recurrent_kda(
+                q, k, v, -g.abs(), beta, initial_state=pool, ssm_state_indices=slots
+            )[0]
+
+        return call
+
+    return make
+
+
 def prompt(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     q, k, v = (tokens(device, 40 * BATCH) for _ in "qkv")
     g, beta = torch.rand(2, 40 * BATCH, HEADS, device=device)
@@ -89,9 +104,12 @@ def mamba(count: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     "make",
-    [decode(1), decode(3), pytest.param(prompt, marks=pytest.mark.gpu), mamba(1), mamba(3)],
-    ids=["decode", "draft", "prompt", "mamba", "mamba draft"],
-)
+    [
+        decode(1), decode(3), kda(2), kda(40), pytest.param(prompt, marks=pytest.mark.gpu),
+        mamba(1), mamba(3),
+    ],
+    ids=["decode", "draft", "kda", "kda prompt", "prompt", "mamba", "mamba draft"],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("slot", NONE)
 def test_a_slot_that_the_pool_has_not(
@@ -122,7 +140,7 @@ def test_bounds_past_the_tokens(device: torch.device, length: int) -> None:
     q, k, v, g = (tokens(device, 1, total) for _ in "qkvg")
     beta = torch.rand(1, total, HEADS, device=device)
 
-    def kda(bounds: torch.Tensor) -> torch.Tensor:
+    def packed(bounds: torch.Tensor) -> torch.Tensor:
         return recurrent_kda(q, k, v, -g.abs(), beta, cu_seqlens=bounds)[0]
 
     def prompts(bounds: torch.Tensor) -> torch.Tensor:
@@ -137,7 +155,7 @@ def test_bounds_past_the_tokens(device: torch.device, length: int) -> None:
         pool = torch.zeros(2, HEADS, DIM, DIM, device=device)
         return selective_state_update(pool, v[0], dt, A, k[0], q[0], None, cu_seqlens=bounds)
 
-    for call in (kda, prompts, steps):
+    for call in (packed, prompts, steps):
         assert torch.equal(call(wrong), call(right))
 
 
