@@ -374,6 +374,20 @@ bool check_rings(Random& random) {
       replayed[slot] += accepted;
     }
   }
+  // A ring that begins nowhere keeps to its slot.
+  Tokens lost(random, layer, {most});
+  const std::vector<int32_t> alone{3};
+  const std::vector<float> dt_before = dt;
+  start[3] = -most;
+  params.step = layer.params();
+  lost.fill(params.step, layer.groups);
+  params.step.read_slot = {alone.data(), 1, 0, false, 1};
+  if (checkpointing_ssu(params, false, nullptr) != cudaSuccess) return false;
+  const size_t ring = params.rings.dt_slot_stride;
+  for (size_t i = 0; i < dt.size(); ++i) {
+    const bool same = std::memcmp(&dt[i], &dt_before[i], sizeof(float)) == 0;
+    if (i / ring != 3 && !same) return near("another ring", i, dt[i], dt_before[i], -1.);
+  }
   // Two layers that are the same one, whose states go to two slots.
   const auto address = [](void* data) { return reinterpret_cast<int64_t>(data); };
   const auto twice = [](int64_t value) { return std::vector<int64_t>(2, value); };

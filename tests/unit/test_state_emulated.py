@@ -53,6 +53,7 @@ def test_states(emulator: Emulator, state: str, tied: bool) -> None:
             (REPLAY, "replayed + this->range.count > all.window", "replayed >= all.window"),
             (STEP, "t < params.steps && params.intermediate.has(row)", "t < params.steps"),
             (STEP, "return !(is_slot && params.state.has(slot));", "return !is_slot;"),
+            (REPLAY, "uint64_t{static_cast<uint32_t>(start)}", "int64_t{start}"),
             (RANGE, "min(end, int64_t{num_tokens})", "end"),
         ]
     ),

@@ -26,7 +26,8 @@ struct SlotRings {
   int32_t start, rows, dim;
 
   __device__ __forceinline__ int32_t row_of(int32_t token) const {
-    return static_cast<int32_t>((int64_t{start} + token) % rows);
+    // A start that is no row, too, leads to one of the ring's.
+    return static_cast<int32_t>((uint64_t{static_cast<uint32_t>(start)} + token) % rows);
   }
 };
 
