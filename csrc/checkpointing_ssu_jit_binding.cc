@@ -56,21 +56,7 @@ void check_one_step_per_head(const Call& call) {
 FLASHINFER_FFI_EXPORT(checkpointing_ssu, args) {
   using namespace flashinfer;
   Call call;
-  call.out = args.tensor("out");
-  call.x = args.tensor("x");
-  call.dt = args.tensor("dt");
-  call.A = args.tensor("A");
-  call.B = args.tensor("B");
-  call.C = args.tensor("C");
-  ffi::Args options = args.group("options", 3);
-  call.D = options.optional_tensor("D");
-  call.z = options.optional_tensor("z");
-  call.dt_bias = options.optional_tensor("dt_bias");
-  ffi::Args pool = args.group("pool", 4);
-  call.state = pool.tensor("state");
-  call.state_scale = pool.optional_tensor("state_scale");
-  call.seed = pool.optional_tensor("rand_seed");
-  const int64_t philox_rounds = pool.integer("philox_rounds");
+  const int64_t philox_rounds = take_inputs(call, args);
   ffi::Args sequences = args.group("sequences", 3);
   call.cu_seqlens = sequences.optional_tensor("cu_seqlens");
   call.read_slots = sequences.optional_tensor("state_batch_indices");

@@ -34,8 +34,8 @@ inline int64_t take_states(Call& call, ffi::Args& args, const char* read_slots) 
 
 inline void check_prompts(const Call& call) {
   check_tokens(call);
-  ffi::check_vector_rows(call.v, 8);
-  ffi::check_vector_rows(call.out, 2);
+  ffi::check_rows_of_vectors(call.v, 8);
+  ffi::check_rows_of_vectors(call.out, 2);
   if (call.v.dim(3) % 64 != 0) {
     ffi::raise("ValueError", "`v` must have a head size that is a multiple of 64, got %lld",
                static_cast<long long>(call.v.dim(3)));

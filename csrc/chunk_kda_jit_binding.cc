@@ -52,8 +52,8 @@ FLASHINFER_FFI_EXPORT(chunk_kda, args) {
   args.all_taken();
 
   check_prompts(call);
-  ffi::check_vector_rows(call.gate, 8);
-  if (call.dt_bias) ffi::check_vector_rows(call.dt_bias, 8);
+  ffi::check_rows_of_vectors(call.gate, 8);
+  if (call.dt_bias) ffi::check_rows_of_vectors(call.dt_bias, 8);
   ChunkDeltaRuleParams params =
       chunk_params(call, results, kTypes.head_dim_k, 3 * kChunkSize * kTypes.head_dim_k, flags);
   params.recurrence.scale = static_cast<float>(scale);

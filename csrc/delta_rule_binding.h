@@ -54,8 +54,8 @@ inline void check_tokens(const Call& call) {
   check_heads(call.k, call, call.k.dim(2), call.types.head_dim_k);
   check_heads(call.v, call, call.v.dim(2), head_dim_v);
   check_heads(call.out, call, heads, head_dim_v);
-  ffi::check_vector_rows(call.q, call.types.vec_size);
-  ffi::check_vector_rows(call.k, call.types.vec_size);
+  ffi::check_rows_of_vectors(call.q, call.types.vec_size);
+  ffi::check_rows_of_vectors(call.k, call.types.vec_size);
   ffi::check_no_broadcast(call.out);
   if (call.gate) {
     ffi::check_dtype(call.gate, call.types.gate);
@@ -113,17 +113,7 @@ inline void check_pools(const Call& call) {
 }
 
 inline int64_t batch_size_of(const Call& call) {
-  if (!call.cu_seqlens) return call.q.dim(0);
-  ffi::check_integer_dtype(call.cu_seqlens);
-  ffi::check_ndim(call.cu_seqlens, 1, 1);
-  ffi::check_last_dim_contiguous(call.cu_seqlens);
-  if (call.cu_seqlens.dim(0) < 1 || call.q.dim(0) != 1) {
-    ffi::raise("ValueError",
-               "`%s` must have at least one element and `%s` one batch, got shapes %s and %s",
-               call.cu_seqlens.name, call.q.name, call.cu_seqlens.shape_text().c_str(),
-               call.q.shape_text().c_str());
-  }
-  return call.cu_seqlens.dim(0) - 1;
+  return ffi::num_sequences(call.q, call.cu_seqlens);
 }
 
 // A sequence without an index has its own slot.
@@ -167,6 +157,7 @@ inline DeltaRuleParams make_params(const Call& call, int64_t batch, int64_t flag
   params.cu_seqlens = call.cu_seqlens ? call.cu_seqlens.data() : nullptr;
   params.cu_seqlens_is_int64 = ffi::is_int64(call.cu_seqlens);
   params.batch_size = static_cast<int32_t>(batch);
+  params.num_tokens = static_cast<int32_t>(call.q.dim(1));
   params.state_heads = static_cast<int32_t>(call.out.dim(2));
   params.q_group = FastDivisor(group_size(call.q, call.out.dim(2)));
   params.k_group = FastDivisor(group_size(call.k, call.out.dim(2)));

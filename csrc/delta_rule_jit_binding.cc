@@ -68,6 +68,7 @@ FLASHINFER_FFI_EXPORT(delta_rule, args) {
                static_cast<long long>(call.v.dim(3)));
   }
   const int64_t batch = batch_size_of(call);
+  ffi::check_sequences_fit_grid(call.q, call.cu_seqlens);
   check_slots(call.state, call.read_slots, batch);
   check_slots(call.state_out, call.write_slots, batch);
   DeltaRuleParams params = make_params(call, batch, flags);
@@ -76,7 +77,6 @@ FLASHINFER_FFI_EXPORT(delta_rule, args) {
   params.gate_form = gate_form;
   params.snapshots_per_batch = snapshots_per_batch;
   params.snapshot_every = static_cast<int32_t>(snapshot_every);
-  params.num_tokens = static_cast<int32_t>(call.q.dim(1));
   if (call.snapshots && !call.snapshot_starts &&
       call.snapshots.dim(0) < batch * snapshots_per_batch) {
     ffi::raise("ValueError", "`%s` must have %lld states, got shape %s", call.snapshots.name,

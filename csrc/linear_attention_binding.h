@@ -14,22 +14,38 @@ inline void check_integer_dtype(const Tensor& tensor) {
 
 inline bool is_int64(const Tensor& tensor) { return tensor && tensor.dtype() == dtype::int64; }
 
-// [batch, tokens, heads, dim] whose rows are read by vectors, of at most 16 bytes.
-inline void check_vector_rows(const Tensor& tensor, int64_t vector_size) {
-  if (vector_size * tensor.itemsize() > 16) vector_size = 16 / tensor.itemsize();
-  check_last_dim_contiguous(tensor);
-  bool aligned = is_aligned(tensor, vector_size * tensor.itemsize());
-  for (int i = 0; i < tensor.ndim() - 1; ++i) {
-    aligned = aligned && (tensor.dim(i) == 1 || tensor.stride(i) % vector_size == 0);
+// [batch, tokens, heads, dim] whose rows are read so many elements at once, but at most 16 bytes.
+inline void check_rows_of_vectors(const Tensor& tensor, int64_t elements) {
+  const int64_t bytes = elements * tensor.itemsize();
+  check_aligned_rows(tensor, bytes < 16 ? static_cast<int>(bytes) : 16);
+}
+
+// Sequences of a call: batches of `tokens`, or what cu_seqlens says of its only batch.
+inline int64_t num_sequences(const Tensor& tokens, const Tensor& cu_seqlens) {
+  if (!cu_seqlens) return tokens.dim(0);
+  check_integer_dtype(cu_seqlens);
+  check_ndim(cu_seqlens, 1, 1);
+  check_last_dim_contiguous(cu_seqlens);
+  if (cu_seqlens.dim(0) < 1) {
+    raise("ValueError", "`%s` must have at least one element, got shape %s", cu_seqlens.name,
+          cu_seqlens.shape_text().c_str());
   }
-  if (!aligned) {
-    raise("ValueError",
-          "`%s` must start at a multiple of %lld bytes and have strides that are multiples of %lld "
-          "elements, got strides %s",
-          tensor.name, static_cast<long long>(vector_size * tensor.itemsize()),
-          static_cast<long long>(vector_size),
-          list_text(tensor.dl->strides, tensor.ndim()).c_str());
+  if (tokens.dim(0) != 1) {
+    raise("ValueError", "`%s` must have a batch of 1 with `%s`, got shape %s", tokens.name,
+          cu_seqlens.name, tokens.shape_text().c_str());
   }
+  return cu_seqlens.dim(0) - 1;
+}
+
+// For kernels whose grid has sequences in its last dimension.
+inline void check_fits_grid(const Tensor& tensor, int64_t count, const char* what) {
+  if (count <= 65535) return;
+  raise("ValueError", "`%s` must have at most 65535 %s, got shape %s", tensor.name, what,
+        tensor.shape_text().c_str());
+}
+
+inline void check_sequences_fit_grid(const Tensor& tokens, const Tensor& cu_seqlens) {
+  check_fits_grid(cu_seqlens ? cu_seqlens : tokens, num_sequences(tokens, cu_seqlens), "sequences");
 }
 
 inline TokenHeads token_heads(const Tensor& tensor) {
@@ -56,11 +72,11 @@ inline void check_state_pool(const Tensor& pool) {
 }
 
 inline StatePool state_pool(const Tensor& pool) {
-  if (!pool) return {};
-  return {pool.data(), pool.stride(0), pool.stride(1)};
+  if (!pool) return {nullptr, 0, 0, INT64_MAX};
+  return {pool.data(), pool.stride(0), pool.stride(1), pool.dim(0)};
 }
 
-// [batch] or [batch, tokens] slots; `max_tokens` 0: only [batch].
+// [batch] slots, or [batch, tokens] with at least `min_tokens` columns.
 inline SlotIndices slot_indices(const Tensor& indices, int64_t batch, int64_t min_tokens) {
   if (!indices) return {};
   check_integer_dtype(indices);

@@ -9,6 +9,7 @@
 //   sizes     (dim, num_heads, heads_per_group, ring_buffer_len)
 //   rounding  (rand_seed, philox_rounds); the seed may be None
 #include "ffi.h"
+#include "linear_attention_binding.h"
 #include "replayssm_materialize.h"
 
 namespace flashinfer {
@@ -60,9 +61,11 @@ FLASHINFER_FFI_EXPORT(replayssm_materialize, args) {
   const int64_t philox_rounds = rounding.integer("philox_rounds");
   args.all_taken();
 
-  ffi::check_cuda(source);
   ffi::check_ndim(source, 2, 2);
   const int64_t layers = source.dim(0), batch = source.dim(1);
+  ffi::check_fits_grid(source, batch, "requests");
+  ffi::check_fits_grid(source, layers * heads, "layers, of `num_heads` each");
+  ffi::check_cuda(source);
   MaterializeStateParams params = {};
   params.source = integers(source, layers, batch, source);
   params.target = integers(target, layers, batch, source);

@@ -27,6 +27,25 @@ struct Call {
   ffi::Tensor num_accepted;
 };
 
+// Takes the tokens, the weights and the pool; gives the rounds of the random generator.
+inline int64_t take_inputs(Call& call, ffi::Args& args) {
+  call.out = args.tensor("out");
+  call.x = args.tensor("x");
+  call.dt = args.tensor("dt");
+  call.A = args.tensor("A");
+  call.B = args.tensor("B");
+  call.C = args.tensor("C");
+  ffi::Args options = args.group("options", 3);
+  call.D = options.optional_tensor("D");
+  call.z = options.optional_tensor("z");
+  call.dt_bias = options.optional_tensor("dt_bias");
+  ffi::Args pool = args.group("pool", 4);
+  call.state = pool.tensor("state");
+  call.state_scale = pool.optional_tensor("state_scale");
+  call.seed = pool.optional_tensor("rand_seed");
+  return pool.integer("philox_rounds");
+}
+
 inline void check_tokens(const Call& call) {
   const int64_t batch = call.x.dim(0), tokens = call.x.dim(1);
   const int64_t heads = call.state.dim(1), dim = call.state.dim(2);
@@ -94,18 +113,14 @@ inline void check_pools(const Call& call) {
     if (call.intermediate) ffi::check_disjoint(call.intermediate, tensor);
   }
   for (const ffi::Tensor& tensor : {call.dt, call.B, call.C}) ffi::check_disjoint(call.out, tensor);
+  for (const ffi::Tensor& tensor : {call.x, call.z}) {
+    if (tensor) ffi::check_same_view_or_disjoint(call.out, tensor);
+  }
 }
 
 inline int64_t batch_size_of(const Call& call) {
-  if (!call.cu_seqlens) return call.x.dim(0);
-  ffi::check_integer_dtype(call.cu_seqlens);
-  ffi::check_ndim(call.cu_seqlens, 1, 1);
-  ffi::check_last_dim_contiguous(call.cu_seqlens);
-  if (call.cu_seqlens.dim(0) < 1 || call.x.dim(0) != 1) {
-    ffi::raise("ValueError", "`cu_seqlens` must have at least one element, got shape %s",
-               call.cu_seqlens.shape_text().c_str());
-  }
-  return call.cu_seqlens.dim(0) - 1;
+  ffi::check_sequences_fit_grid(call.x, call.cu_seqlens);
+  return ffi::num_sequences(call.x, call.cu_seqlens);
 }
 
 inline RowScales row_scales(const ffi::Tensor& scales) {

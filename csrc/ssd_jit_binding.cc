@@ -61,8 +61,8 @@ FLASHINFER_FFI_EXPORT(ssd, args) {
   args.all_taken();
 
   check_tokens(call);
-  ffi::check_vector_rows(call.v, 8);
-  ffi::check_vector_rows(call.out, 2);
+  ffi::check_rows_of_vectors(call.v, 8);
+  ffi::check_rows_of_vectors(call.out, 2);
   if (call.v.dim(3) % 64 != 0) {
     ffi::raise("ValueError", "`x` must have a head size that is a multiple of 64, got %lld",
                static_cast<long long>(call.v.dim(3)));
@@ -72,7 +72,7 @@ FLASHINFER_FFI_EXPORT(ssd, args) {
   if (z) {
     ffi::check_dtype(z, kTypes.dtype);
     check_heads(z, call, heads, call.v.dim(3));
-    ffi::check_vector_rows(z, 2);
+    ffi::check_rows_of_vectors(z, 2);
     ffi::check_disjoint(call.out, z);
   }
   check_pools(call);

@@ -8,8 +8,10 @@ from ._linear_attention.by_channel import run_by_channel
 from ._linear_attention.channel_gates import scale_by_channel
 from ._linear_attention.checks import (
     check_backend,
+    check_flags,
     check_shapes,
     check_slots,
+    count_sequences,
     destination,
     resolve_scale,
 )
@@ -94,11 +96,14 @@ def chunk_gated_delta_rule2(
     NVIDIA, "Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention".
     """
     check_backend(backend, "auto")
+    check_flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
     tokens, q_heads, dim_k = check_tensor("q", q, 3).shape
     _, v_heads, dim_v = check_tensor("v", v, 3).shape
     heads = max(q_heads, v_heads)
     bounds = check_slots("cu_seqlens", cu_seqlens, 1)
-    sequences = len(bounds) - 1
+    sequences = count_sequences(bounds)
     check_shapes(
         k=(k, (tokens, q_heads, dim_k)),
         v=(v, (tokens, v_heads, dim_v)),

@@ -17,17 +17,19 @@ import torch
 from ._common.checks import count as check_count
 from ._common.checks import flag as check_flag
 from ._common.checks import named
+from ._common.checks import optional_flag as check_optional_flag
 from ._common.checks import tensor as check_tensor
 from ._instrument.decorator import flashinfer_api
 from ._linear_attention.checks import (
     check_backend,
+    check_flags,
     check_one_of,
     check_shapes,
     check_slots,
     destination,
 )
 from ._linear_attention.decode import run_decode
-from ._linear_attention.replay import Windows, check_sequences, commit_accepted
+from ._linear_attention.replay import Windows, check_sequences, commit_accepted, present_slots
 from ._linear_attention.short_convolution import History, convolve
 from .trace.templates.gated_delta_rule import gated_delta_rule_decode_pretranspose_trace
 from .trace.templates.gated_delta_rule_key_major import gated_delta_rule_decode_trace
@@ -82,6 +84,7 @@ def gated_delta_rule_decode(
         If an argument is not as listed above.
     """
     check_backend(backend, "auto", "flashinfer")
+    check_flag("use_qk_l2norm", use_qk_l2norm)
     with named(initial_state="state", output_state="state"):
         out = run_decode(
             q, k, v, check_tensor("state", state, 4), (A_log, a, dt_bias, b), scale, output,
@@ -143,8 +146,8 @@ def gated_delta_rule_decode_pretranspose(
     initial_state_indices, output_state_indices : torch.Tensor, optional
         ``[batch]``, int32 or int64: the slots that sequences read and write; by default sequence i
         has slot i, and the slot that is read is written. Slots that are written must be distinct.
-        A sequence with a negative slot to read is padding: its output is zero and no state is
-        touched. A negative slot to write: the state is not written.
+        A sequence with a slot to read that the pool has not (a negative one, say) is padding: its
+        output is zero and no state is touched. Such a slot to write: the state is not written.
     intermediate_states_buffer : torch.Tensor, optional
         ``[>= batch, >= tokens, v_heads, head_dim_v, head_dim_k]``, dtype of the state: receives
         the state after every token.
@@ -164,6 +167,7 @@ def gated_delta_rule_decode_pretranspose(
         If an argument is not as listed above.
     """
     check_backend(backend, "auto", "flashinfer")
+    check_flags(use_qk_l2norm=use_qk_l2norm, disable_state_update=disable_state_update)
     check_one_of(state=state, initial_state=initial_state)
     if initial_state is None:
         for name, indices in (
@@ -220,7 +224,7 @@ def gated_delta_rule_mtp(
         As there.
     ssm_state_indices : torch.Tensor, optional
         ``[batch, >= tokens]``, int32 or int64: slots of the pool that receive the state after each
-        token, in place of `intermediate_states_buffer`; a negative slot receives nothing. States
+        token, in place of `intermediate_states_buffer`, but for slots that the pool has not. States
         are written to these alone.
     disable_state_update : bool, optional
         Leave `initial_state` as it is; None is True.
@@ -243,6 +247,8 @@ def gated_delta_rule_mtp(
     TypeError, ValueError
         If an argument is not as listed above.
     """
+    check_flag("use_qk_l2norm", use_qk_l2norm)
+    check_optional_flag("disable_state_update", disable_state_update)
     frozen = disable_state_update is None or disable_state_update
     windows = _windows((replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta),
                        cache_replayssm, frozen and ssm_state_indices is None, q)  # fmt: skip
@@ -316,8 +322,8 @@ def gated_delta_rule_replayssm_commit(
     g_cache, beta_cache : torch.Tensor
         ``[layers, slots, v_heads, T]``, float32.
     state_indices : torch.Tensor
-        ``[batch]``, int32 or int64: the slot of each sequence, distinct. A negative one and
-        `null_block_id` are padding.
+        ``[batch]``, int32 or int64: the slot of each sequence, distinct. One that there is
+        not (a negative one, say) and `null_block_id` are padding.
     accept_lens : torch.Tensor
         ``[batch]``, int32 or int64: how many tokens count, up to T; 0 leaves the state as it is.
     track_state_indices, track_steps : torch.Tensor, optional
@@ -347,15 +353,14 @@ def gated_delta_rule_replayssm_commit(
     shape = (layers, slots, heads, v.shape[4], rawk_cache.shape[4])
     check_shapes(checkpoint_state=(pool, shape))
     count = len(check_slots("state_indices", state_indices, 1))
-    own = check_sequences("state_indices", state_indices, count)
     null = check_count("null_block_id", null_block_id, -(2**31))
-    own = torch.where(own == null, -1, own)
+    own = present_slots(check_sequences("state_indices", state_indices, count), null, slots)
     accepted = check_sequences("accept_lens", accept_lens, count)
     if (track_state_indices is None) != (track_steps is None):
         raise ValueError("`track_state_indices` and `track_steps` belong together")
     if track_state_indices is not None and track_steps is not None:
         targets = check_sequences("track_state_indices", track_state_indices, count)
-        targets = torch.where(targets == null, -1, targets)
+        targets = present_slots(targets, null, slots)
         steps = check_sequences("track_steps", track_steps, count)
         commit_accepted(pool, windows, own, steps + 1, targets, use_qk_l2norm)
     commit_accepted(pool, windows, own, accepted, own, use_qk_l2norm)
@@ -403,8 +408,8 @@ def gdn_fused_decode_step(
         ``[slots, v_heads, head_dim, head_dim]``, key dimension last, float32, bfloat16 or float16;
         overwritten.
     state_indices : torch.Tensor
-        ``[batch]``, int32 or int64: the slot of each sequence in both pools, distinct; negative:
-        padding, whose output is zero, and no slot is touched.
+        ``[batch]``, int32 or int64: the slot of each sequence in both pools, distinct; one that
+        they have not: padding, whose output is zero, and no slot is touched.
     out : torch.Tensor, optional
         Result, ``[batch, 1, v_heads, head_dim]``, dtype of `mixed_qkv`.
 
@@ -446,14 +451,18 @@ def gdn_fused_decode_step(
     out = destination("out", out, (batch, 1, heads, dim), mixed_qkv)
     b, a = (hidden_states @ w_ba)[:, None].split(heads, dim=2)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=slots.device)
-    history = History(conv_state, slots, slots >= 0, starts, torch.zeros_like(slots).long())
-    mixed = convolve(mixed_qkv, conv_weight, history, conv_bias).to(mixed_qkv.dtype)
-    q, k, v = mixed.view(batch, 1, -1, dim).split([keys, keys, heads], dim=2)
-    gated_delta_rule_mtp(
-        q, k, v, ssm_state, slots, A_log, a, dt_bias, b, scale, out,
-        disable_state_update=False,
-        use_qk_l2norm=use_qk_l2norm,
-    )  # fmt: skip
+    live = (slots >= 0) & (slots < min(len(conv_state), len(ssm_state)))
+    history = History(conv_state, slots, live, starts, torch.zeros_like(slots).long())
+    mixed, move_on = convolve(mixed_qkv, conv_weight, history, conv_bias)
+    mixed = mixed.to(mixed_qkv.dtype).view(batch, 1, -1, dim)
+    q, k, v = mixed.split([keys, keys, heads], dim=2)
+    with named(initial_state="ssm_state", output_state="ssm_state", output="out"):
+        gated_delta_rule_mtp(
+            q, k, v, ssm_state, torch.where(live, slots, -1), A_log, a, dt_bias, b, scale, out,
+            disable_state_update=False,
+            use_qk_l2norm=use_qk_l2norm,
+        )  # fmt: skip
+    move_on()
     return out, conv_state, ssm_state
 
 

@@ -13,7 +13,14 @@ from ._common.checks import count as check_count
 from ._common.checks import tensor as check_tensor
 from ._common.dtypes import FLOAT, check_dtype
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, check_operands, destination, resolve_scale
+from ._linear_attention.checks import (
+    check_backend,
+    check_flags,
+    check_operands,
+    count_sequences,
+    destination,
+    resolve_scale,
+)
 from ._linear_attention.chunk_delta_rule import (
     CHUNK_SIZE,
     has_room_for_chunks,
@@ -90,7 +97,7 @@ def chunk_gated_delta_rule(
         Result, ``[tokens, state_heads, head_dim_v]``, dtype of `q`.
     output_state : torch.Tensor, optional
         Final states, the shape of `initial_state` and its dtype (float32 without one). It may be
-        `initial_state` itself.
+        `initial_state` itself. Written also if `output_final_state` does not ask for them.
     state_checkpoints : torch.Tensor, optional
         ``[checkpoints, state_heads, head_dim_v, head_dim_k]``, dtype of the states: receives the
         state after every `checkpoint_every_n_tokens` tokens of each sequence.
@@ -102,7 +109,8 @@ def chunk_gated_delta_rule(
         Hints of other implementations; results do not depend on them.
     state_indices : torch.Tensor, optional
         ``[sequences]``, int32 or int64: each sequence's slot in `initial_state`, which is read and,
-        with `output_final_state` and no `output_state`, overwritten.
+        with `output_final_state` and no `output_state`, overwritten. A sequence with a slot that
+        the pool has not is padding: its output is zero.
     backend : str
         "auto" or "flashinfer".
 
@@ -117,8 +125,11 @@ def chunk_gated_delta_rule(
         If an argument is not as listed above.
     """
     check_backend(backend, "auto", "flashinfer")
+    check_flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
     check_operands(3, q=q, k=k, v=v)
-    cu_seqlens = check_tensor("cu_seqlens", cu_seqlens, 1)
+    sequences = count_sequences(cu_seqlens)
     if initial_state is not None:
         check_tensor("initial_state", initial_state, 4)
     for name, given in (
@@ -129,8 +140,8 @@ def chunk_gated_delta_rule(
             check_dtype(name, given.dtype, FLOAT)
     heads = max(q.shape[1], v.shape[1])
     out = destination("output", output, (q.shape[0], heads, v.shape[2]), q)
-    final = _final_state(initial_state, output_state, state_indices, output_final_state, cu_seqlens,
-                         (heads, v.shape[2], q.shape[2]), q.device)  # fmt: skip
+    final = _final_state(initial_state, output_state, state_indices, output_final_state,
+                         (sequences, heads, v.shape[2], q.shape[2]), q.device)  # fmt: skip
     read_checkpoints(
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, multiple_of=CHUNK_SIZE
     )
@@ -254,20 +265,17 @@ def _final_state(
     output: torch.Tensor | None,
     indices: torch.Tensor | None,
     wanted: bool,
-    cu_seqlens: torch.Tensor,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     device: torch.device,
 ) -> torch.Tensor | None:
     """Where final states go: `output`, the pool that they come from, or a new tensor."""
     if indices is not None and initial is None:
         raise ValueError("`state_indices` needs `initial_state`")
-    if not wanted:
-        if output is not None:
-            raise ValueError("`output_state` needs `output_final_state=True`")
-        return None
     if output is not None:
         return check_tensor("output_state", output, 4)
+    if not wanted:
+        return None
     if indices is not None:
         return initial
     dtype = torch.float32 if initial is None else initial.dtype
-    return torch.empty((cu_seqlens.shape[0] - 1, *shape), dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -15,10 +15,18 @@ Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture
 import torch
 
 from ._common.checks import named
+from ._common.checks import number as check_number
 from ._common.checks import tensor as check_tensor
 from ._common.dtypes import HALF, check_dtype
 from ._instrument.decorator import flashinfer_api
-from ._linear_attention.checks import check_backend, check_slots, destination, resolve_scale
+from ._linear_attention.checks import (
+    check_backend,
+    check_flags,
+    check_slots,
+    count_sequences,
+    destination,
+    resolve_scale,
+)
 from ._linear_attention.fused_kda import WIDTH, Layer
 from ._linear_attention.kda import (
     check_gate_shapes,
@@ -78,11 +86,8 @@ def recurrent_kda(
     disable_state_update: bool = False,
     correction_cache: torch.Tensor | None = None,
     kg_cache: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> (
-    tuple[torch.Tensor, torch.Tensor | None]
-    | tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-):
+    backend: str | None = "auto",
+) -> KdaResults:
     """KDA over the tokens of each sequence, one after the other.
 
     Prompts, by which sequences of 32 tokens or more on average are meant, are walked in chunks of
@@ -126,7 +131,7 @@ def recurrent_kda(
         ``[sequences + 1]``, int32 or int64: where sequences begin in the packed tokens.
     ssm_state_indices : torch.Tensor, optional
         ``[sequences]``, int32 or int64: slots of the pool `initial_state`. A sequence with a
-        negative slot is padding: its output is zero. With `num_spec_tokens`
+        slot that it has not is padding: its output is zero. With `num_spec_tokens`
         ``[sequences, 1 + num_spec_tokens]``: token t leaves the state in slot t of its sequence.
     num_spec_tokens : int, optional
         Tokens per sequence after the first one, at least 1. By default of `ssm_state_indices`,
@@ -156,8 +161,8 @@ def recurrent_kda(
         Leave `initial_state` as it is.
     correction_cache, kg_cache
         Not supported: None.
-    backend : str
-        "auto" or "flashinfer".
+    backend : str, optional
+        "auto" or "flashinfer", or None, "cute-dsl", "cudnn" or "cake", which mean the same here.
 
     Returns
     -------
@@ -169,7 +174,10 @@ def recurrent_kda(
     TypeError, ValueError
         If an argument is not as listed above.
     """
-    check_backend(backend, "auto", "flashinfer")
+    check_backend(backend, "auto", "flashinfer", None, "cute-dsl", "cudnn", "cake")
+    check_flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
     refuse_unsupported(correction_cache=correction_cache, kg_cache=kg_cache)
     checkpoints = read_checkpoints(
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices
@@ -180,7 +188,7 @@ def recurrent_kda(
     check_gate_shapes(g, beta, (*v.shape[:3], q.shape[3]))
     sequences = q.shape[0]
     if cu_seqlens is not None:
-        sequences = check_tensor("cu_seqlens", cu_seqlens, 1).shape[0] - 1
+        sequences = count_sequences(cu_seqlens)
     out = destination("output", output, tuple(v.shape), v)
     gates = kda_gates(g, beta, A_log, dt_bias, lower_bound, use_gate_in_kernel, beta_is_logit)
     final = initial_state
@@ -242,7 +250,7 @@ def packed_kda_decode(
     state : torch.Tensor
         Pool ``[slots, heads, head_dim, head_dim]``, overwritten.
     state_indices : torch.Tensor
-        ``[batch]``, int32 or int64; negative: padding, whose output is zero.
+        ``[batch]``, int32 or int64; none of the pool's: padding, whose output is zero.
     output : torch.Tensor, optional
         Result, ``[batch, 1, heads, head_dim]``.
 
@@ -333,7 +341,7 @@ def fused_kda_decode(
         `heads` elements float32, and ``[heads, head_dim]`` or flat.
     state_indices : torch.Tensor
         ``[batch]``, int32 or int64: the slot of each sequence in both caches, distinct. One that is
-        not positive: padding, whose output is zero, and no slot is touched.
+        not positive, or past them: padding, whose output is zero, and no slot is touched.
     state : torch.Tensor
         ``[slots, heads, head_dim, head_dim]``, float32, bfloat16 or float16; overwritten.
     output_gate : torch.Tensor
@@ -461,26 +469,31 @@ def _decode_layer(
     drafted = slots.shape[1] - 1
     layer.check(drafted + WIDTH - 1)
     A_log, dt_bias, lower_bound = gate
+    norm_eps = check_number("norm_eps", norm_eps)
     heads, dim = layer.state.shape[1:3]
     if check_tensor("dt_bias", dt_bias, 1, 2).numel() != heads * dim:
         raise ValueError(f"`dt_bias` must have {heads} x {dim} elements, got {list(dt_bias.shape)}")
     out = destination("output", output, (1, len(layer.x), heads, dim), layer.x)
     skipped = torch.zeros_like(slots[:, 0]) if accepted is None else accepted - 1
     skipped = skipped.clamp(0, drafted).long()
-    live = (slots[:, 0] > 0) & (slots.gather(1, skipped[:, None])[:, 0] > 0)
+    known = (slots > 0) & (slots < len(layer.state))
+    live = known[:, 0] & known.gather(1, skipped[:, None])[:, 0]
+    live &= slots[:, 0] < len(layer.conv_state)
     history = History(layer.conv_state, slots[:, 0], live, starts, skipped)
-    q, k, v = layer.convolved(history)
-    of_tokens = torch.where(live[:, None] & (slots > 0), slots, -1)
-    core, *_ = recurrent_kda(
-        q, k, v, layer.raw_gate, layer.raw_beta, A_log, dt_bias.reshape(heads, dim),
-        initial_state=layer.state,
-        use_gate_in_kernel=True,
-        lower_bound=lower_bound,
-        cu_seqlens=starts,
-        ssm_state_indices=of_tokens if drafted else of_tokens[:, 0],
-        num_spec_tokens=drafted or None,
-        num_accepted_tokens=accepted if drafted else None,
-        output=torch.zeros_like(v, memory_format=torch.contiguous_format),
-        beta_is_logit=True,
-    )  # fmt: skip
+    (q, k, v), move_on = layer.convolved(history)
+    of_tokens = torch.where(live[:, None] & known, slots, -1)
+    with named(initial_state="state", output_state="state", g="raw_gate", beta="raw_beta"):
+        core, *_ = recurrent_kda(
+            q, k, v, layer.raw_gate, layer.raw_beta, A_log, dt_bias.reshape(heads, dim),
+            initial_state=layer.state,
+            use_gate_in_kernel=True,
+            lower_bound=lower_bound,
+            cu_seqlens=starts,
+            ssm_state_indices=of_tokens if drafted else of_tokens[:, 0],
+            num_spec_tokens=drafted or None,
+            num_accepted_tokens=accepted if drafted else None,
+            output=torch.zeros_like(v, memory_format=torch.contiguous_format),
+            beta_is_logit=True,
+        )  # fmt: skip
+    move_on()
     return out.copy_(layer.normed(core, norm_eps))

@@ -53,6 +53,7 @@ def scale_by_channel(
 ) -> ScaledOperands:
     """Operands for `heads` state heads; `bounds` are the beginnings of packed sequences."""
     dtype = q.dtype
+    bounds = bounds.long().clamp(0, len(q))  # as the kernels cut them
     q, k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k, v))
     if normalize:
         q, k = (_unit(x.float()) for x in (q, k))
@@ -64,13 +65,13 @@ def scale_by_channel(
         half = beta.float().clamp(min=_LOWEST_RATE[dtype]).log() / 2
         before = torch.nn.functional.pad(half, (0, 0, 0, 0, 1, 0))[:-1]
         is_first = torch.zeros(len(q) + 1, dtype=torch.bool, device=k.device)
-        is_first = is_first.index_fill(0, bounds[:-1].long(), True)[:-1]
+        is_first = is_first.index_fill(0, bounds[:-1], True)[:-1]
         log_decay = log_decay + half - before.masked_fill(is_first[:, None, None], 0.0)
         root = half.exp()
         q, k = q.float() / root, k.float() * root
         if len(half):
-            last = (bounds[1:].long() - 1).clamp(min=0)
-            none = (bounds.diff() == 0)[:, None, None]
+            last = (bounds[1:] - 1).clamp(min=0)
+            none = (bounds.diff() <= 0)[:, None, None]
             undo = torch.exp(-half[last].masked_fill(none, 0.0))[:, :, None]
     return ScaledOperands(q.to(dtype), k.to(dtype), v.to(dtype), log_decay, undo)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import HALF, check_dtype
 
@@ -22,7 +23,13 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def check_backend(backend: str | None, *allowed: str) -> None:
+def check_flags(**flags: Any) -> None:
+    """Bools, by name."""
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
+def check_backend(backend: str | None, *allowed: str | None) -> None:
     """Refuse a backend that this package does not have."""
     if backend not in allowed:
         raise ValueError(f"`backend` must be one of {list(allowed)}, got {backend!r}")
@@ -62,6 +69,13 @@ def check_slots(name: str, slots: Any, *ndims: int) -> torch.Tensor:
     if found.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"`{name}` must have dtype int32 or int64, got {found.dtype}")
     return found
+
+
+def count_sequences(cu_seqlens: Any) -> int:
+    """Packed sequences, of which `cu_seqlens` has the beginnings and the end."""
+    if check_tensor("cu_seqlens", cu_seqlens, 1).shape[0] == 0:
+        raise ValueError("`cu_seqlens` must have at least one element, got shape [0]")
+    return int(cu_seqlens.shape[0]) - 1
 
 
 def check_shapes(**tensors: tuple[Any, tuple[int | None, ...]]) -> None:

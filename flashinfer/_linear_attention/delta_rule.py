@@ -87,8 +87,8 @@ class States:
 def flags_of(gates: Gates, states: States, normalize_qk: bool) -> int:
     """The bits that csrc/delta_rule_binding.h lists."""
     return (
-        _BETA_IS_LOGIT * gates.beta_is_logit
-        + _NORMALIZE * normalize_qk
+        _BETA_IS_LOGIT * bool(gates.beta_is_logit)
+        + _NORMALIZE * bool(normalize_qk)
         + _WRITE_EVERY_TOKEN * states.write_every_token
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,12 @@ class Layer(NamedTuple):
                     f"`{name}` must be float16 or bfloat16, as `x` is, got {tensor.dtype}"
                 )
 
-    def convolved(self, history: History) -> list[torch.Tensor]:
-        """Queries, keys and values, ``[1, tokens, heads, head_dim]`` each."""
+    def convolved(self, history: History) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        """Queries, keys and values, ``[1, tokens, heads, head_dim]`` each; as `convolve`."""
         heads, dim = self.state.shape[1:3]
         taps = self.weight.transpose(1, 2).reshape(-1, WIDTH)
-        mixed = convolve(self.x, taps, history).to(self.x.dtype)
-        return list(mixed.view(1, -1, 3, heads, dim).unbind(2))
+        mixed, move_on = convolve(self.x, taps, history)
+        return list(mixed.to(self.x.dtype).view(1, -1, 3, heads, dim).unbind(2)), move_on
 
     def normed(self, core: torch.Tensor, eps: float) -> torch.Tensor:
         """The recurrence's result, divided by its root mean square and gated, in float32."""

@@ -10,7 +10,7 @@ import torch
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import FLOAT, check_dtype
 from .by_channel import run_by_channel
-from .checks import check_slots
+from .checks import check_flags, check_slots
 from .delta_rule import GateForm, Gates, States
 from .pools import Checkpoints
 
@@ -40,6 +40,7 @@ def kda_gates(
     beta_is_logit: bool,
 ) -> Gates:
     """Gates by key channel: logarithms of decays, or inputs of one of two forms."""
+    check_flags(use_gate_in_kernel=use_gate_in_kernel, beta_is_logit=beta_is_logit)
     if not use_gate_in_kernel:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if value is not None:
@@ -81,6 +82,7 @@ def kda_states(
     frozen: bool,
 ) -> States:
     """Pools and slots of recurrent_kda, for one state per sequence or one per token."""
+    check_flags(disable_state_update=frozen)
     if (source is None) != (source_slots is None):
         raise ValueError("`initial_state_source` and `initial_state_indices` belong together")
     if initial is None and (slots is not None or num_spec_tokens is not None):

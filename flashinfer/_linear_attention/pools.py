@@ -16,14 +16,17 @@ def write_rows(
 ) -> None:
     """``pool[slots] = rows`` for the rows that are `live`, whose slots are distinct.
 
+    A row whose slot the pool has not is not live.
     The others write what the first live row writes, to its place: so nothing has to be counted.
     Without a live row all of them write what is there.
     """
-    if len(slots) == 0:
+    if len(slots) == 0 or len(pool) == 0:
         return
+    target = slots.long().clamp(0, len(pool) - 1)
+    live = live & (target == slots)
     places = torch.arange(len(slots), device=slots.device)
     source = torch.where(live, places, live.int().argmax())
-    target = slots.long().clamp(min=0)[source]
+    target = target[source]
     mask = live[source].view(-1, *(1,) * (rows.ndim - 1))
     pool[target] = torch.where(mask, rows[source].to(pool.dtype), pool[target])
 
@@ -50,7 +53,7 @@ class Checkpoints(NamedTuple):
         """Where a kernel writes checkpoint i to row i."""
         if self.slots is None:
             return self.pool
-        return self.pool[self.slots.long().clamp(min=0)]
+        return self.pool[self.slots.long().clamp(0, len(self.pool) - 1)]
 
     def keep(self, buffer: torch.Tensor) -> None:
         """Bring checkpoints of a buffer to their rows."""

@@ -16,6 +16,9 @@ from .checks import check_shapes, check_slots
 from .delta_rule import GateForm, Gates, States, run_delta_rule
 from .pools import write_rows
 
+_MOST_SEQUENCES = 65535
+"""Of a launch."""
+
 
 class Windows(NamedTuple):
     """Inputs of drafts by slot; with a leading dimension of layers, or without."""
@@ -81,6 +84,12 @@ def commit_accepted(
     count 0, writes nothing.
     """
     layers, num_slots = pool.shape[:2]
+    most = max(_MOST_SEQUENCES // max(len(slots), 1), 1)
+    if layers > most:
+        for i in range(0, layers, most):
+            part = Windows(*(window[i : i + most] for window in windows))
+            commit_accepted(pool[i : i + most], part, slots, counts, targets, normalize_k)
+        return
     first = torch.arange(layers, device=slots.device)[:, None] * num_slots
     live = (slots >= 0) & (targets >= 0)
     read = (first + slots.clamp(min=0)).flatten()
@@ -105,6 +114,11 @@ def commit_accepted(
         scale=1.0,
         normalize_qk=normalize_k,
     )
+
+
+def present_slots(slots: torch.Tensor, null: int, count: int) -> torch.Tensor:
+    """`slots`, with -1 for `null` and for what is none of `count` slots."""
+    return torch.where((slots == null) | (slots >= count), -1, slots)
 
 
 def check_sequences(name: str, values: torch.Tensor, count: int) -> torch.Tensor:

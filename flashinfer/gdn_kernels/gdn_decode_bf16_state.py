@@ -4,6 +4,7 @@ import torch
 
 from .._common.checks import tensor as check_tensor
 from .._instrument.decorator import flashinfer_api
+from .._linear_attention.checks import check_flags
 from .._linear_attention.decode import run_decode
 from ..trace.templates.gated_delta_rule import gated_delta_rule_bf16_state_trace
 
@@ -73,6 +74,9 @@ def gated_delta_rule_mtp(
             "`accepted_steps`, `disable_output` and `recovery_steps` must be None, False and 0: "
             "not supported"
         )
+    check_flags(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, disable_state_update=disable_state_update
+    )
     return run_decode(
         check_tensor("q", q, 4),
         check_tensor("k", k, 4),

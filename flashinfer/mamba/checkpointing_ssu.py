@@ -18,9 +18,10 @@ import torch
 
 from .._common.checks import count as check_count
 from .._common.checks import cuda_tensors
+from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from .._instrument.decorator import flashinfer_api
-from .._linear_attention.selective_state import get_checkpointing_kernel
+from .._linear_attention.selective_state import check_rounding, get_checkpointing_kernel
 from ..jit.mamba import CheckpointingSsuConfig
 from ..trace.templates.checkpointing_ssu import checkpointing_ssu_trace
 
@@ -147,7 +148,8 @@ def checkpointing_ssu(
         Take the softplus of ``dt + dt_bias``.
     state_batch_indices : torch.Tensor, optional
         ``[batch]``, int32 or int64: the slot of each sequence; by default sequence i has slot i. A
-        sequence with `pad_slot_id` is padding: its output is zero and nothing else is touched.
+        sequence with `pad_slot_id`, or a slot that the pool has not, is padding: its output is zero
+        and nothing else is touched.
     pad_slot_id : int
         The slot that means none.
     state_scale, rand_seed, philox_rounds
@@ -183,7 +185,7 @@ def checkpointing_ssu(
     cuda_tensors(state=state, x=x)
     if A.stride(1) != 0 or A.stride(2) != 0:
         raise ValueError("`A` must be expanded from one number per head")
-    stochastic = rand_seed is not None and philox_rounds > 0
+    check_rounding(rand_seed, philox_rounds, state_scale)
     config = CheckpointingSsuConfig(
         x.dtype,
         state.dtype,
@@ -192,15 +194,15 @@ def checkpointing_ssu(
         torch.float32 if (w := D if D is not None else dt_bias) is None else w.dtype,
         state.shape[-1],
         True,
-        stochastic,
+        rand_seed is not None,
     )
     get_checkpointing_kernel(config)(
         out, x, dt, A, B, C,
         (D, z, dt_bias),
-        (state, state_scale, rand_seed if stochastic else None, philox_rounds),
+        (state, state_scale, rand_seed, philox_rounds),
         (cu_seqlens, state_batch_indices, pad_slot_id),
         (x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, window),
-        int(dt_softplus),
+        int(check_flag("dt_softplus", dt_softplus)),
     )  # fmt: skip
     return out
 

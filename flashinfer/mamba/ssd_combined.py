@@ -20,7 +20,13 @@ from .._common.checks import count as check_count
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import FLOAT, HALF, check_dtype
 from .._instrument.decorator import flashinfer_api
-from .._linear_attention.checks import check_backend, check_shapes, check_slots, destination
+from .._linear_attention.checks import (
+    check_backend,
+    check_flags,
+    check_shapes,
+    check_slots,
+    destination,
+)
 from .._linear_attention.ssd import Steps, run_ssd
 from ..trace.templates.ssd import ssd_combined_fwd_trace
 
@@ -114,6 +120,7 @@ def ssd_combined_fwd(
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         check_tensor(name, tensor, 4)
     check_tensor("dt", dt, 3)
+    check_flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
     check_dtype("x", x.dtype, HALF)
     result = destination("out", out, tuple(x.shape), x)
     bounds = _bounds(x, seq_idx, num_seqs, initial_states)

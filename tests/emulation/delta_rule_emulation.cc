@@ -84,7 +84,7 @@ struct Problem {
     scale = random.one_in(2) ? 1.f : 0.3f;
     is_steep = kByChannel && random.one_in(3);
     lower_bound = is_steep ? -60.f : -3.f;
-    has_padding = kByChannel && kChunks && has_state && batch() > 1 && random.one_in(3);
+    has_padding = has_state && batch() > 1 && random.one_in(3);
   }
   int batch() const { return static_cast<int>(cu_seqlens.size()) - 1; }
   int tokens() const { return static_cast<int>(cu_seqlens.back()); }
@@ -100,6 +100,7 @@ struct Data {
   std::vector<float> gate, beta, a_log, bias;
   std::vector<State> state, last;
   std::vector<int32_t> slots;
+  std::vector<int64_t> bounds;  // as the kernel is told
 
   Data(Random& random, const Problem& p) {
     const size_t rows = std::max(p.tokens(), 1);
@@ -122,7 +123,13 @@ struct Data {
     last.assign(pool, from_float<State>(NAN));
     for (int i = 0; i <= p.batch(); ++i) slots.push_back(i);
     std::shuffle(slots.begin(), slots.end(), random.engine);
-    if (p.has_padding) slots[0] = -1;
+    constexpr int kNone[] = {-1, -5, 4, 1 << 28};  // of at most four slots
+    if (p.has_padding) slots[0] = kNone[random.integer(0, 3)];
+    bounds = p.cu_seqlens;
+    if (!p.one_step && random.one_in(3)) {  // more tokens than there are
+      bounds.front() = -7;
+      bounds.back() += 100000;
+    }
   }
 };
 
@@ -142,10 +149,11 @@ DeltaRuleParams params_of(const Problem& p, Data& d) {
   params.beta_is_logit = p.beta_is_logit;
   params.normalize_qk = p.normalize;
   const int64_t matrix = int64_t{p.value_dim} * kDim;
-  if (p.has_state) params.state = {d.state.data(), p.heads * matrix, matrix};
-  params.state_out = {d.last.data(), p.heads * matrix, matrix};
+  params.state = {nullptr, 0, 0, INT64_MAX};
+  if (p.has_state) params.state = {d.state.data(), p.heads * matrix, matrix, p.batch() + 1};
+  params.state_out = {d.last.data(), p.heads * matrix, matrix, p.batch() + 1};
   params.read_slot = params.write_slot = {d.slots.data(), 1, 0, false, 1};
-  if (!p.one_step) params.cu_seqlens = p.cu_seqlens.data();
+  if (!p.one_step) params.cu_seqlens = d.bounds.data();
   params.cu_seqlens_is_int64 = true;
   params.batch_size = p.batch();
   params.num_tokens = p.one_step ? 1 : p.tokens();
@@ -265,7 +273,7 @@ bool check(Random& random) {
   Data data(random, problem);
   launch(random, problem, params_of(problem, data));
   for (int sequence = 0; sequence < problem.batch(); ++sequence) {
-    if (data.slots[sequence] < 0) {
+    if (data.slots[sequence] < 0 || data.slots[sequence] > problem.batch()) {
       if (!check_padding(problem, data, sequence)) return false;
       continue;
     }

@@ -92,12 +92,13 @@ void launch(Random& random, Problem& p) {
   params.dt_bias = pointer(p.bias);
   params.scale = 1.f;
   const int64_t matrix = int64_t{p.value_dim} * kDim;
-  params.state = {pointer(p.state), p.heads * matrix, matrix};
-  params.state_out = {p.last.data(), p.heads * matrix, matrix};
+  params.state = {pointer(p.state), p.heads * matrix, matrix, p.batch()};
+  params.state_out = {p.last.data(), p.heads * matrix, matrix, p.batch()};
   params.snapshot_every = kChunkSize;
   params.cu_seqlens = p.cu_seqlens.data();
   params.cu_seqlens_is_int64 = true;
   params.batch_size = p.batch();
+  params.num_tokens = p.tokens();
   params.state_heads = p.heads;
   params.q_group = params.k_group = FastDivisor(p.heads / p.groups);
   params.v_group = FastDivisor(1);

@@ -84,7 +84,7 @@ struct Layer {
     p.dt_dim_stride = kTied ? 0 : 1;
     p.dt_softplus = true;
     p.A_rows_are_vectors = !kTied;
-    p.state = {state.data(), int64_t{heads} * dim * kDim, int64_t{dim} * kDim};
+    p.state = {state.data(), int64_t{heads} * dim * kDim, int64_t{dim} * kDim, slots};
     if (kScaled) p.state_scale = {scale.data(), int64_t{heads} * dim, dim};
     p.pad_slot = -1;
     p.write_state = true;
@@ -123,6 +123,7 @@ struct Tokens {
     p.dt = rows(dt.data(), p.num_heads, kTied ? 1 : p.dim);
     p.cu_seqlens = bounds.data();
     p.batch_size = static_cast<int>(bounds.size()) - 1;
+    p.num_tokens = bounds.back();
   }
 };
 
@@ -197,6 +198,55 @@ void leave_out_one(Random& random, Layer& layer, Tokens& tokens, SelectiveStateP
   }
 }
 
+// States after tokens, of which a call keeps those that have a place: row 1 is for sequence 0, and
+// the others' are past the end, before the beginning, and row 0. No other memory is touched.
+struct Kept {
+  static constexpr int kRows = 2;
+  int steps;
+  size_t matrices, guard;
+  std::vector<State> states;
+  std::vector<float> scales;
+  std::vector<int32_t> rows{1, kRows, -1, 0};
+
+  Kept(Random& random, const Layer& layer) : steps(random.integer(1, 9)) {
+    matrices = size_t(layer.heads) * layer.dim;
+    guard = size_t(10) * matrices;
+    states.assign((2 * guard + kRows * steps * matrices) * kDim, from_float<State>(1.f));
+    scales.assign(states.size() / kDim, 1.f);
+  }
+  void fill(SelectiveStateParams& p) {
+    const int64_t matrix = int64_t{p.dim} * kDim;
+    p.intermediate = {states.data() + guard * kDim, p.num_heads * matrix, matrix, kRows * steps};
+    if (kScaled) p.intermediate_scale = {scales.data() + guard, p.num_heads * p.dim, p.dim};
+    p.snapshot_slot = {rows.data(), 1, 0, false, 1};
+    p.steps = steps;
+  }
+  bool has(int sequence, int t) const {
+    return t < steps && rows[sequence] >= 0 && rows[sequence] < kRows;
+  }
+  bool is_state(const Layer& layer, int sequence, int t, int head,
+                const std::vector<double>& expected) const {
+    const size_t row = guard + (size_t(rows[sequence]) * steps + t) * matrices + head * layer.dim;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double code = to_float(states[row * kDim + i]);
+      const double got = code * (kScaled ? scales[row + i / kDim] : 1.);
+      if (!near("kept state", i, got, expected[i], kStateError * (20. + std::fabs(expected[i])))) {
+        return false;
+      }
+    }
+    return true;
+  }
+  bool is_whole() const {
+    for (size_t i = 0; i < guard; ++i) {
+      for (const size_t row : {i, scales.size() - 1 - i}) {
+        if (!near("guard", row, to_float(states[row * kDim]), to_float(from_float<State>(1.f)), 0.))
+          return false;
+      }
+    }
+    return true;
+  }
+};
+
 // One call token by token.
 bool check_steps(Random& random) {
   Layer layer(random);
@@ -204,9 +254,20 @@ bool check_steps(Random& random) {
   std::vector<int> lengths;
   for (int i = random.integer(1, 4); i > 0; --i) lengths.push_back(one ? 1 : random.integer(0, 9));
   Tokens tokens(random, layer, lengths);
-  std::vector<int32_t> slots{3, 1, -1, 0};
   SelectiveStateParams params = layer.params();
+  params.pad_slot = random.one_in(2) ? 2 : -1;
+  const int none[] = {int(params.pad_slot), -7, 5, 1 << 30};  // padding: a pool of 5 has them not
+  std::vector<int32_t> slots{3, 1, none[random.integer(0, 3)], 0};
   tokens.fill(params, layer.groups);
+  std::vector<int32_t> bounds = tokens.bounds;
+  if (random.one_in(3)) {  // more tokens than there are
+    bounds.front() = -5;
+    bounds.back() += 100000;
+    params.cu_seqlens = bounds.data();
+  }
+  Kept kept(random, layer);
+  const bool keeps = random.one_in(2);
+  if (keeps) kept.fill(params);
   leave_out_one(random, layer, tokens, params);
   const Layer before = layer;
   if (one) {  // as [batch, 1, ...]
@@ -218,6 +279,7 @@ bool check_steps(Random& random) {
   }
   if (random.one_in(4)) {
     slots = {0, 1, 2, 3};
+    params.pad_slot = -1;  // no slot is told
   } else {
     params.read_slot = params.write_slot = {slots.data(), 1, 0, false, 1};
   }
@@ -227,7 +289,7 @@ bool check_steps(Random& random) {
   if (selective_state(params, num_sms, schedule, false, nullptr) != cudaSuccess) return false;
   for (int i = 0; i < params.batch_size; ++i) {
     for (int head = 0; head < layer.heads; ++head) {
-      if (slots[i] < 0) {
+      if (slots[i] < 0 || slots[i] >= layer.slots || slots[i] == params.pad_slot) {
         for (int row = 0; one && row < layer.dim; ++row) {
           const size_t at = (size_t(i) * layer.heads + head) * layer.dim + row;
           if (!near("output of padding", at, to_float(tokens.out[at]), 0., 0.)) return false;
@@ -237,11 +299,13 @@ bool check_steps(Random& random) {
       std::vector<double> state = matrix_of(before, slots[i], head);
       for (int t = tokens.bounds[i]; t < tokens.bounds[i + 1]; ++t) {
         if (!walk(before, tokens, t, head, state, true)) return false;
+        const int step = t - tokens.bounds[i];
+        if (keeps && kept.has(i, step) && !kept.is_state(layer, i, step, head, state)) return false;
       }
       if (lengths[i] > 0 && !same_matrix(layer, slots[i], head, state)) return false;
     }
   }
-  return true;
+  return kept.is_whole();
 }
 
 // The tokens that were accepted since the state of a slot was written: which call, which token.
@@ -309,6 +373,20 @@ bool check_rings(Random& random) {
       for (int t = 0; t < accepted; ++t) history.tokens.push_back({call, tokens.bounds[i] + t});
       replayed[slot] += accepted;
     }
+  }
+  // A ring that begins nowhere keeps to its slot.
+  Tokens lost(random, layer, {most});
+  const std::vector<int32_t> alone{3};
+  const std::vector<float> dt_before = dt;
+  start[3] = -most;
+  params.step = layer.params();
+  lost.fill(params.step, layer.groups);
+  params.step.read_slot = {alone.data(), 1, 0, false, 1};
+  if (checkpointing_ssu(params, false, nullptr) != cudaSuccess) return false;
+  const size_t ring = params.rings.dt_slot_stride;
+  for (size_t i = 0; i < dt.size(); ++i) {
+    const bool same = std::memcmp(&dt[i], &dt_before[i], sizeof(float)) == 0;
+    if (i / ring != 3 && !same) return near("another ring", i, dt[i], dt_before[i], -1.);
   }
   // Two layers that are the same one, whose states go to two slots.
   const auto address = [](void* data) { return reinterpret_cast<int64_t>(data); };

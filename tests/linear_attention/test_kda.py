@@ -184,7 +184,7 @@ def test_refusals(device):
         "num_spec_tokens": 0,
         "state_checkpoints": problem.state,
         "initial_state": problem.state.transpose(-1, -2)[..., :64],
-        "backend": "cake",
+        "backend": "another",
     }.items():
         arguments = {"initial_state": problem.state.clone(), name: wrong}
         with pytest.raises((TypeError, ValueError), match=MATCHES.get(name, name)):

@@ -15,6 +15,7 @@ CHANNEL_ROWS = "flashinfer/linear_attention/chunk_channel_rows.cuh"
 KEY_MAJOR = "flashinfer/linear_attention/delta_rule_key_major.cuh"
 RECURRENCE = "flashinfer/linear_attention/delta_rule.cuh"
 STEP = "flashinfer/linear_attention/delta_rule_step.cuh"
+RANGE = "flashinfer/linear_attention/token_range.cuh"
 
 
 def find_fault(emulator: Emulator, cases: int = 3, **config: str | int) -> str:
@@ -88,6 +89,8 @@ def test_token_by_token(
             (SCAN, "ptx::cp_async_wait<0>();\n      Products", "Products"),
             (SCAN, "Products::template rows<T>(out, delta_a, in.scores);", ""),
             (TRANSFORM, "rsqrtf(sum + 1e-6f)", "1.f"),
+            (SCAN, "if (!params.state.has(read_slot)) return zero_outputs();", ""),
+            (RANGE, "min(end, int64_t{num_tokens})", "end"),
         ]
     ),
 )
@@ -126,6 +129,7 @@ def test_faults_of_kda_in_chunks_are_found(
             ),
             ("rsqrtf(warp_reduce_sum(kk) + 1e-6f)", "1.f"),
             ("pass + t > 0", "t > 0"),
+            ("if (!params.state.has(read_slot)) return zero_outputs();", ""),
         ]
     ),
 )
@@ -141,8 +145,9 @@ def test_faults_token_by_token_are_found(emulator: Emulator, statement: str, oth
     one_by_default(
         [
             ("lane() == i && row < num_rows", "lane() == i && row + 1 < num_rows"),
-            ("kk = row_sum<kLanes>(kk), ", ""),
+            ("kk = warp_reduce_sum(kk, kLanes), ", ""),
             ("kept * key_factor * sk[r]", "key_factor * sk[r]"),
+            ("if (static_cast<uint64_t>(read_slot) >= params.num_slots) return false;", ""),
         ]
     ),
 )

@@ -11,6 +11,7 @@ __all__ = ["emulator"]  # a fixture
 STEP = "flashinfer/linear_attention/selective_state.cuh"
 ONE_STEP = "flashinfer/linear_attention/selective_state_step.cuh"
 REPLAY = "flashinfer/linear_attention/state_replay.cuh"
+RANGE = "flashinfer/linear_attention/token_range.cuh"
 
 
 def find_fault(emulator: Emulator, state: str, tied: bool = True, cases: int = 6) -> str:
@@ -50,6 +51,10 @@ def test_states(emulator: Emulator, state: str, tied: bool) -> None:
             ),
             (REPLAY, "if (begin > 0) __syncthreads();", ""),
             (REPLAY, "replayed + this->range.count > all.window", "replayed >= all.window"),
+            (STEP, "t < params.steps && params.intermediate.has(row)", "t < params.steps"),
+            (STEP, "return !(is_slot && params.state.has(slot));", "return !is_slot;"),
+            (REPLAY, "uint64_t{static_cast<uint32_t>(start)}", "int64_t{start}"),
+            (RANGE, "min(end, int64_t{num_tokens})", "end"),
         ]
     ),
 )
@@ -64,7 +69,8 @@ def test_faults_are_found(emulator: Emulator, header: str, statement: str, other
         [
             ("own_dt_x, first_lane + i * kOwners", "own_dt_x, first_lane"),
             ("own_row() < num_rows", "own_row() + 1 < num_rows"),
-            ("write_slot != params.pad_slot", "false"),
+            ("index != params.pad_slot", "true"),
+            ("index < params.num_slots &&", ""),
         ]
     ),
 )

@@ -58,7 +58,7 @@ def _checkpointing_ssu_reference(
 
     for i in range(len(bounds) - 1 if packed else x.shape[0]):
         slot = i if state_batch_indices is None else int(state_batch_indices[i])
-        if state_batch_indices is not None and slot == pad_slot_id:
+        if slot == pad_slot_id and state_batch_indices is not None or not 0 <= slot < len(pool):
             continue
         row, begin = (0, bounds[i]) if packed else (i, 0)
         end = bounds[i + 1] if packed else x.shape[1]

@@ -91,16 +91,16 @@ def decode(
     read_slots = _slots(read, batch)
     write_slots = read_slots if write is None else _slots(write, batch)
     for i, (source, target) in enumerate(zip(read_slots, write_slots, strict=True)):
-        if source < 0:
+        if not 0 <= source < len(pool):
             continue
         out[i], states = delta_rule_recurrence(
             q[i], k[i], v[i], decay[i], beta[i], pool[source], factor, normalize
         )
         if token_slots is not None:
             for t, state in enumerate(states):
-                if int(token_slots[i, t]) >= 0:
+                if 0 <= int(token_slots[i, t]) < len(pool):
                     new_pool[int(token_slots[i, t])] = state
-        elif not frozen and target >= 0 and states:
+        elif not frozen and 0 <= target < len(pool) and states:
             new_pool[target] = states[-1]
     return out, new_pool
 
@@ -218,20 +218,19 @@ def _chunk_reference(
     bounds = [int(i) for i in cu_seqlens]
     out = torch.zeros((total, heads, v.shape[2]), dtype=torch.float64, device=q.device)
     slots = _slots(state_indices, len(bounds) - 1)
-    finals, checkpoints = [], []
-    for slot, first, last in zip(slots, bounds[:-1], bounds[1:], strict=True):
-        if initial_state is None:
-            start = out.new_zeros((heads, v.shape[2], k.shape[2]))
-        else:
-            start = initial_state[slot].double()
-        part = slice(first, last)
+    finals, checkpoints = list[torch.Tensor](), list[torch.Tensor]()
+    zeros = out.new_zeros((heads, v.shape[2], k.shape[2]))
+    for slot, part in zip(slots, map(slice, bounds[:-1], bounds[1:]), strict=True):
+        if initial_state is not None and not 0 <= slot < len(initial_state):  # padding
+            finals.append(zeros if output_state is None else output_state[len(finals)].double())
+            continue
+        start = zeros if initial_state is None else initial_state[slot].double()
         out[part], states = delta_rule_recurrence(
             q[part], k[part], v[part], decay[part], rate[part], start, factor,
             use_qk_l2norm_in_kernel,
         )  # fmt: skip
         finals.append(states[-1] if states else start)
-        if checkpoint_every_n_tokens:
-            every = checkpoint_every_n_tokens
+        if every := checkpoint_every_n_tokens:
             checkpoints += states[every - 1 :: every]
     results: list[torch.Tensor] = [out]
     if output_final_state:
@@ -239,7 +238,8 @@ def _chunk_reference(
         if state_indices is not None and output_state is None:
             assert initial_state is not None
             pool = initial_state.double().clone()
-            pool[slots] = final
+            known = [i for i, slot in enumerate(slots) if 0 <= slot < len(pool)]
+            pool[[slots[i] for i in known]] = final[known]
             final = pool
         results.append(final)
     if state_checkpoints is not None:

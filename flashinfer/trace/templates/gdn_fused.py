@@ -42,7 +42,7 @@ def _reference(
     out = torch.zeros((len(mixed_qkv), heads, dim), dtype=torch.float64, device=mixed_qkv.device)
     inputs, states = conv_state.double().clone(), ssm_state.double().clone()
     for i, slot in enumerate(state_indices.tolist()):
-        if slot < 0:
+        if not 0 <= slot < min(len(conv_state), len(ssm_state)):
             continue  # padding
         window = torch.cat([conv_state[slot].double(), mixed_qkv[i].double()[:, None]], 1)
         mixed = F.silu((window * conv_weight.double()).sum(1) + conv_bias.double())

@@ -56,7 +56,7 @@ def _caching_reference(
         assert window is not None
         changed = window.double().clone()
         for i, slot in enumerate(initial_state_indices.tolist()):
-            if slot >= 0:
+            if 0 <= slot < len(changed):
                 changed[slot, :, : given.shape[1]] = given[i].double().transpose(0, 1)
         results.append(changed)
     return (out, pool, *results)
@@ -83,7 +83,7 @@ def _commit_reference(
     pool = checkpoint_state.double().clone()
     for layer in range(len(pool)):
         for i, slot in enumerate(state_indices.tolist()):
-            if slot < 0 or slot == null_block_id:
+            if slot == null_block_id or not 0 <= slot < checkpoint_state.shape[1]:
                 continue  # padding
             tokens = (x[layer, slot].transpose(0, 1) for x in (rawk_cache, rawv_cache))
             k, v = tokens
@@ -93,7 +93,8 @@ def _commit_reference(
             accepted = int(accept_lens[i])
             if track_steps is not None and track_state_indices is not None:
                 step, target = int(track_steps[i]), int(track_state_indices[i])
-                if 0 <= step < len(states) and target >= 0 and target != null_block_id:
+                known = 0 <= target < pool.shape[1] and target != null_block_id
+                if 0 <= step < len(states) and known:
                     pool[layer, target] = states[step]
             if 0 < accepted <= len(states):
                 pool[layer, slot] = states[accepted - 1]

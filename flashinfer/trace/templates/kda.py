@@ -66,7 +66,7 @@ def _kda_checkpoints(
         for j, state in enumerate(of_sequence[every - 1 :: every]):
             row = int(starts[i]) + j
             slot = row if indices is None else int(indices[row])
-            if slot >= 0:
+            if 0 <= slot < len(kept):
                 kept[slot] = state
     return kept
 
@@ -117,14 +117,14 @@ def _reference(
     out = torch.zeros(tokens[2].shape, dtype=torch.float64, device=v.device)
     zeros = out.new_zeros((sequences, v.shape[2], v.shape[3], q.shape[3]))
     pool = zeros if initial_state is None else initial_state.double().clone()
-    if max((slot for row in slots for slot in row), default=-1) >= len(pool):
+    if ssm_state_indices is None and sequences * len(slots[0] if slots else []) > len(pool):
         raise ValueError(f"`initial_state` must have the slots in use, got {list(pool.shape)}")
     every_state: list[list[torch.Tensor]] = []
     for i in range(sequences):
         accepted = 0 if num_accepted_tokens is None else int(num_accepted_tokens[i]) - 1
         slot = sources[i][min(max(accepted, 0), len(sources[i]) - 1)]
         every_state.append([])
-        if slot < 0:
+        if not 0 <= slot < len(zeros if origin is None else origin):
             continue  # padding
         part = slice(bounds[i], bounds[i + 1])
         start = zeros[i] if origin is None else origin[slot].double()
@@ -134,7 +134,7 @@ def _reference(
         )
         left = every_state[i] if num_spec_tokens is not None else (every_state[i] or [start])[-1:]
         for target, state in zip(slots[i], left, strict=False):
-            if target >= 0 and not disable_state_update:
+            if 0 <= target < len(pool) and not disable_state_update:
                 pool[target] = state
     results = [out.view(v.shape)]
     if initial_state is not None or output_final_state:
@@ -305,7 +305,7 @@ def _template(form: _Form) -> TraceTemplate:
         "disable_state_update": (False, True),
         "output_final_state": (form.final,),
         "use_gate_in_kernel": (form.gate,),
-        "backend": ("auto", "flashinfer"),
+        "backend": ("auto", "flashinfer", None, "cute-dsl", "cudnn", "cake"),
     }
     if not form.checkpoints:
         options["checkpoint_every_n_tokens"] = (0,)

@@ -48,7 +48,8 @@ def _layer(
         first = min(max(accepted - 1, 0), len(row) - 1)
         tokens = slice(bounds[i], bounds[i + 1])
         count = tokens.stop - tokens.start
-        if row[0] <= 0 or row[first] <= 0 or count == 0:
+        known = [0 < slot < len(state) for slot in row]
+        if not (known[0] and known[first] and row[0] < len(conv_state)) or count == 0:
             continue  # padding
         history = conv_state[row[0], :, first : first + width - 1].double()
         window = torch.cat([history, x[tokens].double().T], 1)
@@ -59,7 +60,7 @@ def _layer(
         )
         inputs[row[0], :, : width - 2 + count] = window[:, 1:]
         for slot, left in zip(row, of_tokens, strict=False):
-            if slot > 0:
+            if 0 < slot < len(state):
                 states[slot] = left
     scale = torch.rsqrt(core.square().mean(-1, keepdim=True) + norm_eps)
     gate = torch.sigmoid(output_gate.double())

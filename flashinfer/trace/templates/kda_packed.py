@@ -37,7 +37,7 @@ def _reference(
     out = torch.zeros(v.shape, dtype=torch.float64, device=v.device)
     pool = state.double().clone()
     for i, slot in enumerate(state_indices.tolist()):
-        if slot >= 0:  # else padding
+        if 0 <= slot < len(state):  # else padding
             out[i], states = delta_rule_recurrence(
                 q[i], k[i], v[i], decay[i], rate[i], state[slot], dim**-0.5, True
             )

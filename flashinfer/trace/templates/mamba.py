@@ -102,7 +102,7 @@ def _selective_state_update_reference(
         at = (0, slice(bounds[i], bounds[i + 1])) if packed else (i, slice(None))
         column = 0 if num_accepted_tokens is None else max(int(num_accepted_tokens[i]) - 1, 0)
         slot = _slot(state_batch_indices, i, column)
-        if slot == pad_slot_id and state_batch_indices is not None:
+        if state_batch_indices is not None and not _is_slot(slot, pool, pad_slot_id):
             continue
         start = pool[slot] if scales is None else pool[slot] * scales[slot][..., None]
         part, states = _recurrence(xs[at], dts[at], A.double(), Bs[at], Cs[at], start)
@@ -115,12 +115,17 @@ def _selective_state_update_reference(
             if disable_state_update or not (every or t == len(states) - 1):
                 continue
             target = _slot(write, i, t if every else 0)
-            if target != pad_slot_id or write is None:
+            if write is None or _is_slot(target, pool, pad_slot_id):
                 pool[target], new_scale = _quantize(s, state.dtype)
                 if scales is not None:
                     assert new_scale is not None
                     scales[target] = new_scale
     return y.reshape(x.shape), pool.reshape(state.shape)
+
+
+def _is_slot(slot: int, pool: torch.Tensor, pad_slot: int) -> bool:
+    """Whether a slot is one of the pool's, and not what means none."""
+    return slot != pad_slot and 0 <= slot < len(pool)
 
 
 def _slot(indices: torch.Tensor | None, sequence: int, column: int) -> int:

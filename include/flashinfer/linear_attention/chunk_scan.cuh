@@ -366,9 +366,7 @@ struct ChunkScan {
 
   __device__ __forceinline__ void run() {
     const int64_t read_slot = params.read_slot.at(sequence, 0);
-    if constexpr (kByChannel) {
-      if (read_slot < 0) return zero_outputs();
-    }
+    if (!params.state.has(read_slot)) return zero_outputs();
     const int num_chunks = ceil_div(range.count, kChunkSize);
     begin_at_first_chunk();
     load(0);
@@ -383,12 +381,13 @@ struct ChunkScan {
       const int64_t done = int64_t{chunk + 1} * kChunkSize;
       if (params.snapshots.data != nullptr && done <= range.count &&
           done % params.snapshot_every == 0) {
-        write_state(params.snapshots, snapshot++);
+        if (params.snapshots.has(snapshot)) write_state(params.snapshots, snapshot);
+        ++snapshot;
       }
     }
     ptx::cp_async_wait<0>();
     const int64_t write_slot = params.write_slot.at(sequence, 0);
-    if (params.state_out.data != nullptr && write_slot >= 0) {
+    if (params.state_out.data != nullptr && params.state_out.has(write_slot)) {
       write_state(params.state_out, write_slot);
     }
   }
@@ -405,18 +404,17 @@ __global__ void __launch_bounds__(32 * kWarps)
   // Where the stages run at once, counters take the wait's place, and the first stage has waited
   // for earlier kernels before it let this one begin.
   if (all.progress == nullptr) ptx::grid_dependency_wait();
-  ChunkScan<Traits, kWarps> scan{
-      all,
-      params,
-      token_range(params.cu_seqlens, params.cu_seqlens_is_int64, sequence, 0),
-      sequence,
-      Chunk::first_slot(params, sequence),
-      static_cast<int>(blockIdx.x / num_blocks % params.state_heads),
-      static_cast<int>(blockIdx.x % num_blocks) * Shared::kRows,
-      static_cast<int>(threadIdx.x / 32),
-      static_cast<int>(threadIdx.x % 32),
-      dynamic_shared,
-      ptx::shared_address(dynamic_shared)};
+  ChunkScan<Traits, kWarps> scan{all,
+                                 params,
+                                 Chunk::range(params, sequence),
+                                 sequence,
+                                 Chunk::first_slot(params, sequence),
+                                 static_cast<int>(blockIdx.x / num_blocks % params.state_heads),
+                                 static_cast<int>(blockIdx.x % num_blocks) * Shared::kRows,
+                                 static_cast<int>(threadIdx.x / 32),
+                                 static_cast<int>(threadIdx.x % 32),
+                                 dynamic_shared,
+                                 ptx::shared_address(dynamic_shared)};
   scan.run();
   // The first stage has ended as well when this one ends: its workspace may be used again.
   ptx::grid_dependency_wait();

@@ -47,11 +47,14 @@ struct Chunk {
   int64_t first_token;
   int32_t num_tokens;
 
+  __device__ __forceinline__ static TokenRange range(const DeltaRuleParams& params,
+                                                     int64_t sequence) {
+    return token_range(params.cu_seqlens, params.cu_seqlens_is_int64, sequence, params.num_tokens);
+  }
+
   __device__ __forceinline__ static int64_t first_slot(const DeltaRuleParams& params,
                                                        int64_t sequence) {
-    return token_range(params.cu_seqlens, params.cu_seqlens_is_int64, sequence, 0).first /
-               kChunkSize +
-           sequence;
+    return range(params, sequence).first / kChunkSize + sequence;
   }
 
   __device__ __forceinline__ static Chunk of_slot(const DeltaRuleParams& params, int64_t slot) {
@@ -64,7 +67,7 @@ struct Chunk {
         high = middle - 1;
       }
     }
-    const TokenRange range = token_range(params.cu_seqlens, params.cu_seqlens_is_int64, low, 0);
+    const TokenRange range = Chunk::range(params, low);
     const int64_t before = (slot - (range.first / kChunkSize + low)) * kChunkSize;
     if (before >= range.count) return {-1, 0, 0};
     return {low, range.first + before,
@@ -90,7 +93,7 @@ inline constexpr int kStride = kChunkSize + 4;  // of float matrices: rows in di
 // The decay's logarithm to base 2. A decay of zero becomes 2^-140: its logarithm may be subtracted.
 __device__ __forceinline__ float log2_decay(const DeltaRuleParams& params, float gate) {
   constexpr float kLowest = -140.f;
-  if (params.gate_form == GateForm::kLog) return fmaxf(gate * kLog2e, kLowest);
+  if (params.gate_form == GateForm::kLog) return fmaxf(gate * math::log2e, kLowest);
   return gate > 0x1p-140f ? log2f(gate) : kLowest;
 }
 
@@ -241,7 +244,7 @@ __device__ __forceinline__ TokenGates token_gates(const ChunkDeltaRuleParams& al
     if (params.dt_bias != nullptr) dt += static_cast<const float*>(params.dt_bias)[head];
     if (all.ssd.softplus) dt = softplus(dt);
     dt = fminf(fmaxf(dt, all.ssd.lowest_dt), all.ssd.highest_dt);
-    return {params.a_log[head] * dt * kLog2e, dt};
+    return {params.a_log[head] * dt * math::log2e, dt};
   }
 }
 

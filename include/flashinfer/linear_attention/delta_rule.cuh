@@ -195,8 +195,8 @@ __device__ __forceinline__ float update_row(float (&row)[Traits::Layout::kElemen
     sk += row[i] * token.k[i];
     sq += row[i] * token.q[i];
   }
-  sk = row_sum<kLanes>(sk);
-  sq = row_sum<kLanes>(sq);
+  sk = warp_reduce_sum(sk, kLanes);
+  sq = warp_reduce_sum(sq, kLanes);
   const float delta = token.beta * (value - sk);
 #pragma unroll
   for (int i = 0; i < kElements; ++i) row[i] += delta * token.k[i];
@@ -284,12 +284,13 @@ struct DeltaRuleBlock {
   // Stores the states after token t that the caller wants.
   __device__ __forceinline__ void keep(int t, int pass, int64_t snapshot) const {
     if (params.snapshots.data != nullptr && (t + 1) % params.snapshot_every == 0) {
-      store(params.snapshots, snapshot + (t + 1) / params.snapshot_every - 1, pass);
+      const int64_t row = snapshot + (t + 1) / params.snapshot_every - 1;
+      if (params.snapshots.has(row)) store(params.snapshots, row, pass);
     }
     if (params.state_out.data == nullptr) return;
     if (params.write_every_token || t == range.count - 1) {
       const int64_t slot = params.write_slot.at(batch, params.write_every_token ? t : 0);
-      if (slot >= 0) store(params.state_out, slot, pass);
+      if (params.state_out.has(slot)) store(params.state_out, slot, pass);
     }
   }
 
@@ -310,7 +311,7 @@ struct DeltaRuleBlock {
     int64_t accepted = 0;
     if (params.num_accepted != nullptr) accepted = max(params.num_accepted[batch] - 1, 0);
     const int64_t read_slot = params.read_slot.at(batch, accepted);
-    if (read_slot < 0) return zero_outputs();
+    if (!params.state.has(read_slot)) return zero_outputs();
     const bool has_state = params.state.data != nullptr;
     staged.template copy<kDim>(has_state ? matrix(params.state, read_slot) : nullptr,
                                has_state ? num_rows : 0);
@@ -339,7 +340,7 @@ struct DeltaRuleBlock {
       // A sequence of no tokens hands its state on.
       if (range.count <= 0 && params.state_out.data != nullptr && !params.write_every_token) {
         const int64_t slot = params.write_slot.at(batch, 0);
-        if (slot >= 0) store(params.state_out, slot, pass);
+        if (params.state_out.has(slot)) store(params.state_out, slot, pass);
       }
     }
   }

@@ -114,7 +114,7 @@ struct KeyMajorBlock {
     const auto out_of = [&](int t) {
       return token_address<T>(params.out, token_batch, range.first + t, head) + first_column;
     };
-    if (read_slot < 0) {
+    if (!params.state.has(read_slot)) {
       for (int t = 0; t < range.count; ++t) {
         const int i = threadIdx.x;
         if (i < min(num_columns, kColumns)) out_of(t)[i] = from_float<T>(0.f);
@@ -135,7 +135,7 @@ struct KeyMajorBlock {
       }
     }
     const int64_t write_slot = params.write_slot.at(batch, 0);
-    if (params.state_out.data != nullptr && write_slot >= 0) store(write_slot);
+    if (params.state_out.data != nullptr && params.state_out.has(write_slot)) store(write_slot);
   }
 };
 

@@ -31,11 +31,11 @@ struct DeltaRuleParams {
   bool normalize_qk;   // q and k are divided by their Euclidean norms
 
   StatePool state;              // [slots, state_heads, head_dim_v, head_dim_k]; null data: zeros
-  SlotIndices read_slot;        // a negative slot: the sequence is padding, its outputs are zeros
+  SlotIndices read_slot;        // none of the pool's: the sequence is padding, its outputs are 0
   const int32_t* num_accepted;  // [batch]: the state is read from slot num_accepted - 1; or null
 
   StatePool state_out;     // null data: the state is not written
-  SlotIndices write_slot;  // negative: not written
+  SlotIndices write_slot;  // none of the pool's: not written
   bool write_every_token;  // token t to write_slot.at(batch, t); else the last state alone
 
   // States after every `snapshot_every` tokens: row snapshot_starts[b] + i of the pool, or
@@ -45,7 +45,7 @@ struct DeltaRuleParams {
   int64_t snapshots_per_batch;
   int32_t snapshot_every;
 
-  const void* cu_seqlens;  // [batch + 1]; null: num_tokens per sequence
+  const void* cu_seqlens;  // [batch + 1] of num_tokens; null: num_tokens per sequence
   bool cu_seqlens_is_int64;
   int32_t batch_size;
   int32_t num_tokens;

@@ -28,8 +28,10 @@ struct DeltaRuleStepParams {
   int32_t head_dim_v;
   float scale;
   bool normalize_qk;
+  uint32_t num_slots;        // of `state`; others are not read
   StepHeads out, state_out;  // state_out.data null: the state is not written
   StepSlots write_slot;
+  uint32_t num_slots_out;
 };
 
 // Rows of a CTA are consecutive. Two rows of 16 bits keep as many bytes in flight as one of 32.
@@ -104,7 +106,7 @@ struct DeltaRuleStep {
     load_token();
     if (has_slots) {
       const int64_t read_slot = params.read_slot.at(batch);
-      if (read_slot < 0) return false;
+      if (static_cast<uint64_t>(read_slot) >= params.num_slots) return false;
       load_state(read_slot);
     }
     __syncwarp();  // keeps loads before it, where the compiler would first use what is there
@@ -138,7 +140,8 @@ struct DeltaRuleStep {
       qq += queries[i] * queries[i];
       kq += keys[i] * queries[i];
     }
-    kk = row_sum<kLanes>(kk), qq = row_sum<kLanes>(qq), kq = row_sum<kLanes>(kq);
+    kk = warp_reduce_sum(kk, kLanes), qq = warp_reduce_sum(qq, kLanes),
+    kq = warp_reduce_sum(kq, kLanes);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       unpack(rows[r], state[r]);
@@ -147,8 +150,8 @@ struct DeltaRuleStep {
         sk[r] += rows[r][i] * keys[i];
         sq[r] += rows[r][i] * queries[i];
       }
-      sk[r] = row_sum<kLanes>(sk[r]);
-      sq[r] = row_sum<kLanes>(sq[r]);
+      sk[r] = warp_reduce_sum(sk[r], kLanes);
+      sq[r] = warp_reduce_sum(sq[r], kLanes);
     }
     // 1e-6 under the roots keeps a row of zeros at zero.
     const float key_factor = params.normalize_qk ? rsqrtf(kk + 1e-6f) : 1.f;
@@ -167,7 +170,7 @@ struct DeltaRuleStep {
     if (params.state_out.data == nullptr) return;
     const bool has_slots = params.write_slot.data != nullptr;
     const int64_t write_slot = has_slots ? params.write_slot.at(batch) : int64_t{batch};
-    if (write_slot < 0) return;
+    if (static_cast<uint64_t>(write_slot) >= params.num_slots_out) return;
     StateT* to = params.state_out.address<StateT>(write_slot, head) + first_row * kDim;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -241,6 +244,8 @@ inline DeltaRuleStepParams delta_rule_step_params(const DeltaRuleParams& from) {
   to.v_group = step_group(from.v_group);
   to.head_dim_v = from.head_dim_v;
   to.scale = from.scale, to.normalize_qk = from.normalize_qk;
+  to.num_slots = static_cast<uint32_t>(from.state.num_slots);
+  to.num_slots_out = static_cast<uint32_t>(from.state_out.num_slots);
   return to;
 }
 

@@ -21,12 +21,12 @@ __device__ __forceinline__ float softplus_without_branch(float x) {
   return fmaxf(x, 0.f) + (logf(sum) + __fdividef(t - (sum - 1.f), sum));
 }
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-
 // exp, sigmoid and softplus for many numbers at once, with errors of a few units of the last place
 // of what is exponentiated. log(1 + t) is 2 artanh(s) with s = t / (2 + t), which is at most 1/3,
 // by its series, so small t lose nothing.
-__device__ __forceinline__ float approximate_exp(float x) { return math::ptx_exp2(x * kLog2e); }
+__device__ __forceinline__ float approximate_exp(float x) {
+  return math::ptx_exp2(x * math::log2e);
+}
 
 __device__ __forceinline__ float approximate_sigmoid(float x) {
   return __fdividef(1.f, 1.f + approximate_exp(-x));

@@ -127,7 +127,7 @@ struct SelectiveFetch {
       const int row = 32 * i + lane;
       if (kRows % 32 != 0 && row >= kRows) continue;
       const float dt_of = step(params, i), channel = to_float(x[i]), z_of = to_float(z[i]);
-      to.decay[row] = Traits::kTied ? expf(to_float(A) * dt_of) : dt_of * kLog2e;
+      to.decay[row] = Traits::kTied ? expf(to_float(A) * dt_of) : dt_of * math::log2e;
       to.dt_x[row] = dt_of * channel;
       to.skip[row] = params.D != nullptr ? channel * to_float(D[i]) : 0.f;
       to.gate[row] = params.z.data != nullptr ? z_of * sigmoid(z_of) : 1.f;
@@ -150,7 +150,7 @@ __device__ __forceinline__ float update_row(float (&row)[Traits::Layout::kElemen
     row[i] = row[i] * (Traits::kTied ? decay : math::ptx_exp2(A[i] * decay)) + dt_x * B[i];
     sum += row[i] * C[i];
   }
-  return row_sum<Layout::kLanes>(sum);
+  return warp_reduce_sum(sum, Layout::kLanes);
 }
 
 }  // namespace detail
@@ -290,12 +290,15 @@ struct SelectiveStateBlock {
   __device__ __forceinline__ void keep(int t, int pass) const {
     if (params.intermediate.data != nullptr) {
       const int64_t row = params.snapshot_slot.at(batch, 0) * params.steps + t;
-      store(params.intermediate, params.intermediate_scale, row, pass, t);
+      if (t < params.steps && params.intermediate.has(row)) {
+        store(params.intermediate, params.intermediate_scale, row, pass, t);
+      }
     }
     if (!params.write_state) return;
     if (params.write_every_token || t == range.count - 1) {
       const int64_t slot = params.write_slot.at(batch, params.write_every_token ? t : 0);
-      if (slot != params.pad_slot || params.write_slot.data == nullptr) {
+      const bool is_slot = slot != params.pad_slot || params.write_slot.data == nullptr;
+      if (is_slot && params.state.has(slot)) {
         store(params.state, params.state_scale, slot, pass, t);
       }
     }
@@ -317,7 +320,8 @@ struct SelectiveStateBlock {
   }
 
   __device__ __forceinline__ bool is_padding(int64_t slot) const {
-    return slot == params.pad_slot && params.read_slot.data != nullptr;
+    const bool is_slot = slot != params.pad_slot || params.read_slot.data == nullptr;
+    return !(is_slot && params.state.has(slot));
   }
 
   __device__ __forceinline__ void run() {

@@ -32,14 +32,15 @@ struct SelectiveStateParams {
 
   StatePool state;  // [slots, heads, dim, dstate]
   RowScales state_scale;
-  SlotIndices read_slot;  // pad_slot: the sequence is padding, its outputs are zeros
+  SlotIndices read_slot;  // pad_slot or none of the pool's: padding, whose outputs are zeros
   int64_t pad_slot;
   const int32_t* num_accepted;  // [batch]: the state is read from slot num_accepted - 1; or null
   bool write_state;
   SlotIndices write_slot;
   bool write_every_token;  // token t to write_slot.at(batch, t); else the last state alone
 
-  StatePool intermediate;  // [rows, heads, dim, dstate] at row snapshot_slot.at(b) * steps + t
+  StatePool
+      intermediate;  // [rows, heads, dim, dstate] at row snapshot_slot.at(b) * steps + t, if any
   RowScales intermediate_scale;
   SlotIndices snapshot_slot;
   int64_t steps;
@@ -47,7 +48,7 @@ struct SelectiveStateParams {
   const int64_t* seed;  // stochastic rounding; null: to nearest
   int32_t philox_rounds;
 
-  const void* cu_seqlens;  // [batch + 1]; null: num_tokens per sequence
+  const void* cu_seqlens;  // [batch + 1] of num_tokens; null: num_tokens per sequence
   bool cu_seqlens_is_int64;
   int32_t batch_size;
   int32_t num_tokens;

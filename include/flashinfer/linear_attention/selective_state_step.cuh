@@ -25,7 +25,7 @@ struct SelectiveStateStepParams {
   StepGroup group;
   int32_t dim;
   bool dt_softplus, write_state;
-  int64_t pad_slot;
+  uint32_t num_slots, pad_slot;  // a pad_slot that is none of the slots: num_slots
   StepSlots write_slot;
   StepHeads out;
 };
@@ -106,6 +106,12 @@ struct SelectiveStateStep {
     }
   }
 
+  // Whether a slot that an index gives is one, and no padding.
+  __device__ __forceinline__ bool is_slot(int64_t slot) const {
+    const uint64_t index = static_cast<uint64_t>(slot);
+    return index < params.num_slots && index != params.pad_slot;
+  }
+
   // Loads all there is; false: the sequence is padding. The address of a state may need a load.
   __device__ __forceinline__ bool load() {
     const bool has_slots = params.read_slot.data != nullptr;
@@ -114,7 +120,7 @@ struct SelectiveStateStep {
     write_slot = params.write_slot.data != nullptr ? params.write_slot.at(batch) : int64_t{batch};
     if (has_slots) {
       const int64_t read_slot = params.read_slot.at(batch);
-      if (read_slot == params.pad_slot) return false;
+      if (!is_slot(read_slot)) return false;
       load_state(read_slot);
     }
     __syncwarp();  // keeps loads before it, where the compiler would first use what is there
@@ -133,8 +139,8 @@ struct SelectiveStateStep {
   }
 
   __device__ __forceinline__ StateT* destination() const {
-    const bool is_slot = params.write_slot.data == nullptr || write_slot != params.pad_slot;
-    if (!params.write_state || !is_slot) return nullptr;
+    if (!params.write_state) return nullptr;
+    if (params.write_slot.data != nullptr && !is_slot(write_slot)) return nullptr;
     return params.state.address<StateT>(write_slot, head) + first_row * kDim;
   }
 
@@ -235,7 +241,9 @@ inline SelectiveStateStepParams selective_state_step_params(const SelectiveState
   to.group = step_group(from.heads_per_group);
   to.dim = from.dim;
   to.dt_softplus = from.dt_softplus, to.write_state = from.write_state;
-  to.pad_slot = from.pad_slot;
+  to.num_slots = narrow(from.state.num_slots);
+  const bool pads = from.pad_slot >= 0 && from.pad_slot < from.state.num_slots;
+  to.pad_slot = narrow(pads ? from.pad_slot : from.state.num_slots);
   return to;
 }
 

@@ -23,10 +23,11 @@ template <typename T>
 struct SlotRings {
   T *x, *B;
   float* dt;
-  int32_t start, rows, dim, dstate;
+  int32_t start, rows, dim;
 
   __device__ __forceinline__ int32_t row_of(int32_t token) const {
-    return static_cast<int32_t>((int64_t{start} + token) % rows);
+    // A start that is no row, too, leads to one of the ring's.
+    return static_cast<int32_t>((uint64_t{static_cast<uint32_t>(start)} + token) % rows);
   }
 };
 
@@ -93,8 +94,7 @@ struct StateReplayBlock : SelectiveStateBlock<Traits, kStep, 1> {
             dt + int64_t{this->head} * rows,
             start,
             rows,
-            this->params.dim,
-            kDim};
+            this->params.dim};
   }
 
   // This warp's token of those from `begin` on, of the ring up to `end`.
@@ -266,11 +266,12 @@ __global__ void __launch_bounds__(Traits::kThreads)
   ptx::grid_dependency_wait();
   const SelectiveStateParams& step = params.step;
   const int first_row = blockIdx.x * Block::kRows;
-  const int64_t batch = blockIdx.z % step.batch_size;
+  const int32_t head = static_cast<int32_t>(blockIdx.y) % step.num_heads;
+  const int64_t batch = blockIdx.z;
   Block block{{step,
                {dynamic_shared},
                reinterpret_cast<typename Block::Token*>(dynamic_shared + Block::Staged::kBytes),
-               static_cast<int32_t>(blockIdx.y),
+               head,
                first_row,
                step.dim - first_row,
                static_cast<int32_t>(threadIdx.x) % Traits::Layout::kLanes,
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
                step.cu_seqlens != nullptr ? 0 : batch,
                token_range(step.cu_seqlens, step.cu_seqlens_is_int64, batch, step.num_tokens),
                {0, step.philox_rounds}}};
-  block.run(params, blockIdx.z / step.batch_size);
+  block.run(params, static_cast<int32_t>(blockIdx.y) / step.num_heads);
 }
 
 #ifndef __CUDACC_RTC__
@@ -290,8 +291,8 @@ cudaError_t launch_state_replay(const Params& params, int num_layers, bool enabl
   using Block = StateReplayBlock<Traits, 2>;
   constexpr size_t kShared = Block::shared_bytes(1, Block::kTokens);
   static_assert(kShared <= 48 << 10);
-  const dim3 grid(ceil_div(params.step.dim, Block::kRows), params.step.num_heads,
-                  params.step.batch_size * num_layers);
+  const dim3 grid(ceil_div(params.step.dim, Block::kRows), params.step.num_heads * num_layers,
+                  params.step.batch_size);
   return launch_kernel(state_replay_kernel<Traits, 2, Params>, grid, dim3(Traits::kThreads),
                        kShared, stream, enable_pdl, params);
 }

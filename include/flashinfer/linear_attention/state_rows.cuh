@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/common/dtype.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/ptx/cp_async.cuh>
@@ -121,24 +122,14 @@ struct StagedRows {
   }
 };
 
-// Sums over the lanes of a row, in a fixed order; all of them get the result.
-template <int kLanes>
-__device__ __forceinline__ float row_sum(float x) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, offset);
-  }
-  return x;
-}
-
-// The same for kRows rows at once, each lane with a part of all of them: whenever lanes have
+// Sums over the lanes of kRows rows, each lane with a part of all of them: whenever lanes have
 // several sums left, half of the lanes take half of these. Lane `lane` of kLanes gets the sum of
 // row lane / (kLanes / kRows).
 template <int kLanes, int kRows>
 __device__ __forceinline__ float row_sums(const float (&x)[kRows], int lane) {
   static_assert(kLanes % kRows == 0, "a lane ends with one row");
   if constexpr (kRows == 1) {
-    return row_sum<kLanes>(x[0]);
+    return warp_reduce_sum(x[0], kLanes);
   } else {
     const bool upper = lane & (kLanes / 2);
     float half[kRows / 2];

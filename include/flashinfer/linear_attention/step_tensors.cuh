@@ -49,7 +49,8 @@ inline bool step_strides_fit(const TokenHeads& heads) {
 }
 
 inline bool step_strides_fit(const StatePool& pool) {
-  return step_stride_fits(pool.slot_stride) && step_stride_fits(pool.head_stride);
+  const bool fits = step_stride_fits(pool.slot_stride) && step_stride_fits(pool.head_stride);
+  return fits && (pool.data == nullptr || step_stride_fits(pool.num_slots));
 }
 
 inline StepHeads step_heads(const TokenHeads& of) {

@@ -15,11 +15,20 @@ struct TokenHeads {
   int64_t head_stride;
 };
 
-// A pool of states, [slots, heads, rows, row]: each head's matrix is contiguous.
+// A pool of states, [slots, heads, rows, row]: each head's matrix is contiguous. Slots come from
+// tensors that the host does not read, so a kernel asks for each of them whether the pool has it;
+// one that it has not is neither read nor written.
 struct StatePool {
   void* data;
   int64_t slot_stride;
   int64_t head_stride;
+  int64_t num_slots;  // without data: so many that only negative slots are none
+
+#if defined(__CUDACC__) || defined(__device__)
+  __device__ __forceinline__ bool has(int64_t slot) const {
+    return static_cast<uint64_t>(slot) < static_cast<uint64_t>(num_slots);
+  }
+#endif
 };
 
 // [batch] or [batch, tokens] slots of a pool; int32 or int64.

@@ -12,7 +12,8 @@ struct TokenRange {
   int32_t count;
 };
 
-// `cu_seqlens`: [batch + 1] of int32 or int64, or null: each batch has `num_tokens`.
+// `cu_seqlens`: [batch + 1] of int32 or int64, of `num_tokens` packed tokens: a range that the
+// tensors have not is cut to theirs. Null: each batch has `num_tokens`.
 __device__ __forceinline__ TokenRange token_range(const void* cu_seqlens, bool is_int64,
                                                   int64_t batch, int32_t num_tokens) {
   if (cu_seqlens == nullptr) return {0, num_tokens};
@@ -24,6 +25,8 @@ __device__ __forceinline__ TokenRange token_range(const void* cu_seqlens, bool i
     begin = static_cast<const int32_t*>(cu_seqlens)[batch];
     end = static_cast<const int32_t*>(cu_seqlens)[batch + 1];
   }
+  begin = max(int64_t{0}, min(begin, int64_t{num_tokens}));
+  end = max(begin, min(end, int64_t{num_tokens}));
   return {begin, static_cast<int32_t>(end - begin)};
 }
 
