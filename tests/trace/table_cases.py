@@ -117,10 +117,18 @@ def receives(operation: Operation, name: str, arguments: dict[str, Any]) -> None
     is_refused(destination[:-1], destination.double())(operation, name, arguments)
 
 
+def _is_not_read(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A buffer without use."""
+    usual = _called(operation, arguments)
+    counters = torch.zeros(4, dtype=torch.uint8, device=arguments["query"].device)
+    assert all(map(torch.equal, usual, _called(operation, {**arguments, name: counters})))
+    is_refused(3)(operation, name, arguments)
+
+
 _OF_OTHER_KERNELS: dict[str, attention_cases.Case] = {
     "skip_softmax_threshold_scale_factor": is_refused(1.0),
     "uses_shared_paged_kv_idx": is_refused(False),
-    "multi_ctas_kv_counter_buffer": is_refused(torch.zeros(1)),
+    "multi_ctas_kv_counter_buffer": _is_not_read,
     "cp_world": is_refused(2),
     "cp_rank": is_refused(1),
     "causal_seqlens_kv_global": is_refused(torch.zeros(1)),
@@ -156,6 +164,24 @@ def _counts_queries(operation: Operation, name: str, arguments: dict[str, Any]) 
         operation.api(**changed)
 
 
+def _is_of_drafts(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Bits of what two queries see of each other."""
+    device = arguments["query"].device
+    usual, *masked = (
+        _called(operation, {**arguments, name: mask})
+        for mask in (
+            None,
+            *(torch.tensor([rows] * 3, device=device).to(torch.uint16) for rows in _TWO_QUERIES),
+        )
+    )
+    assert torch.allclose(usual[0], masked[0][0])
+    assert not torch.allclose(usual[0], masked[1][0])
+    is_refused(torch.ones(1, device=device))(operation, name, arguments)
+
+
+_TWO_QUERIES = [[1, 0], [3, 0]], [[1, 0], [2, 0]]
+"""As causality has it, and two drafts of one token."""
+
 _TABLES: dict[str, attention_cases.Case] = {
     **attention_cases.CASES,
     **_OF_OTHER_KERNELS,
@@ -167,7 +193,7 @@ _TABLES: dict[str, attention_cases.Case] = {
     "o_scale": is_refused(2.0),
     "o_sf_scale": is_refused(1.0),
     "o_sf_vec_size": is_refused(16),
-    "mask": is_refused(torch.ones(1)),
+    "mask": _is_of_drafts,
     "bmm1_scale_log2": is_refused(torch.ones(1)),
     "enable_block_sparse_attention": is_refused(True),
     "bf16q_fp8kv_transform_mode": is_refused("fast"),
