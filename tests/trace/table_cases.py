@@ -29,11 +29,16 @@ def _tells_the_pages(operation: Operation, name: str, arguments: dict[str, Any])
             operation.api(**{**arguments, name: wrong})
 
 
-def _is_not_read(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
-    usual = operation.api(**{**arguments, "return_lse": False})
-    offsets = torch.zeros(4, dtype=torch.int64, device=usual.device)
-    call = {**arguments, "return_lse": False, name: offsets}
-    assert torch.equal(usual, operation.api(**call))
+def _are_those_of_a_row(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Offsets of requests that follow each other; others are refused."""
+    call = {**arguments, "return_lse": False}
+    usual, batch = operation.api(**call), len(arguments["actual_seq_lens_kv"])
+    stride = 0 if name[-1] in "kv" else arguments["q"].stride(0) * arguments["q_len_per_req"]
+    offsets = torch.arange(batch + 1, device=usual.device) * stride
+    assert torch.equal(usual, operation.api(**{**call, name: offsets}))
+    is_refused(offsets[1:], offsets.float(), 3)(operation, name, call)
+    if stride:
+        is_refused(offsets * 2)(operation, name, call)
 
 
 def is_refused(*values: Any) -> attention_cases.Case:
@@ -257,7 +262,7 @@ CASES: dict[str, dict[str, attention_cases.Case]] = {
         "actual_seq_lens_kv": _is_required,
         "block_tables": _tells_the_pages,
         "is_cuda_graph_compatible": attention_cases.has_no_effect,
-        **{f"batch_offsets_{name}": _is_not_read for name in "qokv"},
+        **{f"batch_offsets_{name}": _are_those_of_a_row for name in "qokv"},
     },
     "trtllm_batch_context_with_kv_cache": _TABLES,
     "trtllm_batch_decode_with_kv_cache": _TABLES,
