@@ -1,6 +1,7 @@
 """4-bit caches (NVFP4): rows of keys and values quantised, and read back."""
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -198,11 +199,18 @@ def nvfp4_quantize_paged_kv_cache(
             raise ValueError(
                 f"`{name}_global_sf` must have one element, got shape {list(factor.shape)}"
             )
-        codes, scales = fp4_quantize(cache.contiguous(), factor, is_sf_swizzled_layout=False)
+        with checks.named(input=f"{name}_cache", global_scale=f"{name}_global_sf"):
+            codes, scales = fp4_quantize(cache.contiguous(), factor, is_sf_swizzled_layout=False)
         shape = (*cache.shape[:3], cache.shape[3] // 16)
         parts.append((codes, scales.view(torch.float8_e4m3fn).view(shape), factor))
     (k, k_sf, k_factor), (v, v_sf, v_factor) = parts
-    k_scale, v_scale = (1 / torch.stack([k_factor.reshape(()), v_factor.reshape(())])).tolist()
+    factors = torch.stack([part.reshape(()).float() for part in (k_factor, v_factor)])
+    k_scale, v_scale = (1 / factors).tolist()
+    for (name, _, given_factor), scale in zip(given, (k_scale, v_scale), strict=True):
+        if given_factor is not None and not 0.0 < scale < math.inf:
+            raise ValueError(
+                f"`{name}_global_sf` must be positive and finite, got {given_factor.item()}"
+            )
     return (k, v), (k_sf, v_sf), k_scale, v_scale
 
 
