@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._common import checks
-from .._common.cache_layout import is_hnd, of_pages
+from .._common.cache_layout import is_hnd, of_pages, split_cache
 from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import check_dtype
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
@@ -262,8 +262,8 @@ def nvfp4_kv_dequantize_paged(
     """
     hnd = is_hnd(kv_layout)
     caches = (
-        *_parts("paged_kv_cache", of_pages(paged_kv_cache, kv_layout)),
-        *_parts("kv_cache_sf", of_pages(kv_cache_sf, kv_layout)),
+        *split_cache(of_pages(paged_kv_cache, kv_layout)),
+        *split_cache(of_pages(kv_cache_sf, kv_layout), "kv_cache_sf"),
     )
     try:
         kernel = _dequantize_paged[output_k.dtype]
@@ -281,14 +281,3 @@ def nvfp4_kv_dequantize_paged(
 
 def _as_float32(scale: torch.Tensor) -> torch.Tensor:
     return as_dtype(scale, torch.float32) if is_convertible(scale, torch.float32) else scale
-
-
-def _parts(name: str, cache: Any) -> tuple[Any, Any]:
-    """A tensor of both and None, or the tensors of keys and of values."""
-    if isinstance(cache, torch.Tensor):
-        return cache, None
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2 or cache[1] is None:
-        raise TypeError(
-            f"`{name}` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
-        )
-    return cache[0], cache[1]

@@ -134,6 +134,7 @@ def test_one_call_refuses(changes: Arguments, match: str):
 
 def test_one_call_says_the_names_of_its_arguments(monkeypatch: pytest.MonkeyPatch):
     """The wrapper and the kernel, which it calls, have other names for them."""
+
     def refuse(*_: Any) -> None:
         raise ValueError("`q_nope` must have its rows at multiples of 16 bytes, not `ckv_cache`")
 

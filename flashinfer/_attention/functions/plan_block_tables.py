@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ..._common.checks import count as check_count
 from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
@@ -20,7 +21,7 @@ from ..checks import (
     scalar,
 )
 from ..index_tensors import check_index_vector, host_indices
-from ..wrappers.base import SpecArguments, split_cache
+from ..wrappers.base import SpecArguments
 from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .device_lengths import TableLengths, plan_table_lengths
