@@ -303,6 +303,10 @@ FLASHINFER_TOPK_ALGO = _choice(
     "auto",
     ("auto", "cta", "multi_cta", "clusters", "filtered", "cub"),
 )
+FLASHINFER_NVFP4_4OVER6 = _switch(
+    "FLASHINFER_NVFP4_4OVER6",
+    "Asks for NVFP4 blocks scaled to 4 where that is better than 6: refused, there is no kernel.",
+)
 FLASHINFER_AUTOTUNER_LOAD_FROM_FILE = _switch(
     "FLASHINFER_AUTOTUNER_LOAD_FROM_FILE",
     "Keep tuning results in the cache folder: load them at the first use, add what is measured.",

@@ -76,6 +76,22 @@ def test_no_scales_are_interleaved_to_none():
         assert flashinfer.block_scale_interleave(empty).shape == (0,)
 
 
+def test_a_switch_for_blocks_scaled_to_4_is_refused(
+    bindings_on_the_cpu: None, monkeypatch: pytest.MonkeyPatch
+):
+    x, scale = torch.ones(4, 64).bfloat16(), torch.ones(1)
+    calls: dict[str, Any] = {
+        "fp4_quantize": (x, scale),
+        "nvfp4_quantize": (x, scale),
+        "nvfp4_batched_quantize": (x[None], scale),
+        "silu_and_mul_nvfp4_quantize": (x, scale),
+    }
+    monkeypatch.setenv("FLASHINFER_NVFP4_4OVER6", "1")
+    for name, arguments in calls.items():
+        with pytest.raises(ValueError, match="FLASHINFER_NVFP4_4OVER6"):
+            getattr(flashinfer, name)(*arguments)
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("k", [0, 2**30, 2**40, 2**62, 2**80])
 def test_columns_beyond_any_memory_are_refused_first(bindings_on_the_cpu: None, k: int):
