@@ -133,9 +133,11 @@ def concat_mla_kv_quant_fp8(
             f"`k_pe` must be {kv_nope.dtype} [{tokens}, rope_dim] or [{tokens}, 1, rope_dim], as "
             f"`kv_nope` is, got {k_pe.dtype} {list(k_pe.shape)}"
         )
+    is_given = key is not None or value is not None
     key = _codes("key", key, (tokens, heads, nope_dim + rope.shape[2]), kv_nope)
     value = _codes("value", value, (tokens, heads, width - nope_dim), kv_nope)
-    _check_results({"key": key, "value": value}, {"kv_nope": kv_nope, "k_pe": k_pe})
+    if is_given:
+        _check_results({"key": key, "value": value}, {"kv_nope": kv_nope, "k_pe": k_pe})
     key[..., :nope_dim] = _in_range(kv_nope[..., :nope_dim])
     key[..., nope_dim:] = _in_range(rope).to(key.dtype).expand(-1, heads, -1)
     value.copy_(_in_range(kv_nope[..., nope_dim:]))
