@@ -1,5 +1,5 @@
 //   mqa_logits(logits, q, weights, keys, scales, sequences, max_length, enable_pdl)
-//   mqa_logits_check(the same)
+//   mqa_logits_check(logits, q, weights, keys, scales, sequences, max_length, enable_pdl)
 //
 // The second refuses what the first refuses, and launches nothing.
 //
