@@ -9,6 +9,7 @@ import torch
 
 import flashinfer
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from flashinfer.jit.attention.config import AttentionConfig
 
 HEADS, KV_HEADS, DIM, PAGE, WIDTH = 4, 2, 64, 16, 5
 
@@ -112,6 +113,12 @@ def test_xqa_takes_the_same_mask():
     assert torch.equal(
         out.view(-1, HEADS, DIM), xqa_batch_decode_with_kv_cache(**call, q_len_per_req=4, mask=mask)
     )
+
+
+def test_kernels_for_hopper_have_none():
+    half = torch.float16
+    with pytest.raises(ValueError, match="fa3.*masks of drafts"):
+        AttentionConfig(half, half, half, 128, 128, 128, mask_mode="draft", backend="fa3")
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
