@@ -28,10 +28,10 @@
 // their own: those of attention_options() for kind 1, a scale and a window. If `rows` is not
 // negative, the tensors of kind 0 have that many rows of k and v, which are read as pages;
 // otherwise they are in pages. If v is None, k is a cache that holds both. kv_indices,
-// alibi_slopes, lse, sinks, enable_pdl and scales may be None. The caller has moved a plan's
-// tensors to the device: only a run checks the device of its tensors. Scales of 4-bit keys and
-// values, and of heads, are set for the next run, and so are the place of the outputs' scales and
-// the buffer of a profile's events.
+// alibi_slopes, lse, sinks, enable_pdl, scales and, for masks of drafts, mask_indptr may be None.
+// The caller has moved a plan's tensors to the device: only a run checks the device of its tensors.
+// Scales of 4-bit keys and values, and of heads, are set for the next run, and so are the place of
+// the outputs' scales and the buffer of a profile's events.
 #include "attention_binding.h"
 #include "device_plan_binding.h"
 #include "profile_binding.h"
@@ -162,7 +162,8 @@ FLASHINFER_FFI_EXPORT(attention_mask, args) {
   // Taken as the base class, since a user's variant may have members of the same names.
   VariantParams& variant = bound_launch_of(args).params.variant;
   const Tensor mask = args.tensor("custom_mask");
-  const Tensor indptr = args.tensor("mask_indptr");
+  const Tensor indptr = args.optional_tensor("mask_indptr");
+  if (!indptr) ffi::check_aligned_rows(mask, 4);  // a word for each query
   variant.custom_mask = option_data<uint8_t>(mask, ffi::dtype::uint8, 0);
   variant.mask_indptr = option_data<int32_t>(indptr, ffi::dtype::int32, 1);
 }

@@ -118,7 +118,7 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   const ffi::Tensor lse = args.optional_tensor("lse");
   const ffi::Tensor sinks = args.optional_tensor("sinks");
   ffi::Args factors = args.group("factors", 4);
-  const double sm_scale = factors.number("sm_scale"), o_scale = factors.number("o_scale");
+  const double sm_scale = factors.float32("sm_scale"), o_scale = factors.number("o_scale");
   const double lse_factor = factors.number("lse_factor");
   const double rope_factor = factors.number("rope_factor");
   const ffi::Tensor profile = args.optional_tensor("profiler_buffer");
@@ -158,11 +158,8 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   if (lse) {
     ffi::check_dtype(lse, ffi::dtype::float32);
     ffi::check_shape(lse, {num_tokens, num_heads});
-    if (num_tokens > 1 && num_heads > 1 && lse.stride(0) != num_heads) {
-      ffi::raise("ValueError", "`lse` must be contiguous, got strides %s",
-                 ffi::list_text(lse.dl->strides, 2).c_str());
-    }
-    ffi::check_last_dim_contiguous(lse);
+    ffi::check_contiguous(lse);
+    ffi::check_disjoint(lse, out);
     params.lse = static_cast<float*>(lse.data());
   }
   if (sinks) {
@@ -170,6 +167,11 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
     ffi::check_shape(sinks, {num_heads});
     ffi::check_last_dim_contiguous(sinks);
     params.sinks = static_cast<const float*>(sinks.data());
+  }
+  for (const ffi::Tensor& written : {out, lse}) {
+    for (const ffi::Tensor& read : {q_nope, q_pe, ckv, kpe, kv_indices, sinks}) {
+      if (written && read) ffi::check_disjoint(written, read);
+    }
   }
   bind_profile(params, profile);
   params.sm_scale_log2 = static_cast<float>(sm_scale * 1.4426950408889634);

@@ -1,4 +1,7 @@
 //   mqa_logits(logits, q, weights, keys, scales, sequences, max_length, enable_pdl)
+//   mqa_logits_check(logits, q, weights, keys, scales, sequences, max_length, enable_pdl)
+//
+// The second refuses what the first refuses, and launches nothing.
 //
 // If keys are paged, `keys` is uint8 [num_pages, page_size, 1, 132]. A page has rows of 128 e4m3
 // columns first, then its float32 scales. `scales` is None, and `sequences` is (block_tables,
@@ -162,7 +165,7 @@ int cut_blocks(MqaLogitsParams& params, int num_sms) {
   return blocks * params.splits;
 }
 
-void run(ffi::Args& args) {
+void run(ffi::Args& args, bool launches) {
   const ffi::Tensor logits = args.tensor("logits"), q = args.tensor("q");
   const ffi::Tensor weights = args.tensor("weights"), keys = args.tensor("keys");
   const ffi::Tensor scales = args.optional_tensor("scales");
@@ -189,7 +192,7 @@ void run(ffi::Args& args) {
        {logits, weights, keys, scales, indices[0], indices[1], indices[2]}) {
     if (tensor) ffi::check_same_device(tensor, q);
   }
-  if (params.num_queries == 0 || params.max_length == 0) return;
+  if (!launches || params.num_queries == 0 || params.max_length == 0) return;
   const ffi::DeviceGuard guard(q);
   if (!kPaged) num_ctas = cut_blocks(params, ffi::device_info(q).num_sms);
   ffi::check_launch(
@@ -199,4 +202,6 @@ void run(ffi::Args& args) {
 }  // namespace
 }  // namespace flashinfer
 
-FLASHINFER_FFI_EXPORT(mqa_logits, args) { flashinfer::run(args); }
+FLASHINFER_FFI_EXPORT(mqa_logits, args) { flashinfer::run(args, true); }
+
+FLASHINFER_FFI_EXPORT(mqa_logits_check, args) { flashinfer::run(args, false); }

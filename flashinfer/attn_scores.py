@@ -9,6 +9,7 @@ of them, and `flashinfer.mla` attends to these; docs/mla.md shows the flow.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ __all__ = [
     "precompile_paged_mqa_logits",
 ]
 
+_NAMES = {"logits": "out", "keys": "kv_fused", "max_length": "max_seq_len"}
 _OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -106,8 +108,8 @@ def compute_paged_mqa_logits_schedule(
     checks.choice("variant", variant, ("fp8",))
     checks.choice("use_gpu_kernel", use_gpu_kernel, (True,))
     checks.cuda_tensors(seq_lens=seq_lens)
-    if device is not None and torch.device(device).type != "cuda":
-        raise ValueError(f"`device` must be that of `seq_lens`, got {device!r}")
+    if device is not None and not _is_of(seq_lens, device):
+        raise ValueError(f"`device` must be {seq_lens.device}, that of `seq_lens`, got {device!r}")
     return schedule_of(seq_lens, get_device_sm_count(seq_lens.device), out)
 
 
@@ -173,20 +175,31 @@ def fp8_paged_mqa_logits(
     checks.dtype("output_dtype", output_dtype, _OUTPUTS)
     checks.dtype("epi_dtype", epi_dtype, (torch.float32,))
     checks.dtype("acc_dtype", acc_dtype, (torch.float32,))
+    sequences = (block_tables, seq_lens, columns, schedule_meta)
     if out is None:
         shape = (q.shape[0] * q.shape[1], columns)
-        out = torch.empty(shape, dtype=output_dtype, device=q.device)
-    elif checks.tensor("out", out, 2).dtype != output_dtype:
+        out = torch.full(shape, float("-inf"), dtype=output_dtype, device=q.device)
+        paged_logits(q, kv_fused, weights, *sequences, out, _NAMES)
+        return out
+    if checks.tensor("out", out, 2).dtype != output_dtype:
         raise ValueError(f"`out` must have dtype {output_dtype}, got {out.dtype}")
     result = out if out.shape[1] <= columns else out[:, :columns]
-    result.fill_(float("-inf"))
-    paged_logits(q, kv_fused, weights, block_tables, seq_lens, columns, schedule_meta, out)
+    paged_logits(q, kv_fused, weights, *sequences, out, _NAMES, cleared=result)
     return result
+
+
+def _is_of(tensor: torch.Tensor, device: Any) -> bool:
+    """Whether `device` is that of the tensor; without a number, of its type."""
+    try:
+        given = torch.device(device)
+    except (RuntimeError, TypeError):
+        return False
+    return given.type == tensor.device.type and given.index in (None, tensor.device.index)
 
 
 def precompile_paged_mqa_logits(
     device: torch.device | None = None,
-    variants: tuple[str, ...] = ("fp8",),
+    variants: tuple[str, ...] = ("fp8", "fp4"),
     output_dtypes: tuple[torch.dtype, ...] | None = None,
     batch_sizes: Sequence[int] | None = None,
 ) -> None:
@@ -197,7 +210,7 @@ def precompile_paged_mqa_logits(
     device : torch.device, optional
         Kernels are built for the targets of this process, whatever the device.
     variants : tuple of str
-        ``("fp8",)``.
+        ``"fp8"``; ``"fp4"``, which there are no kernels of, builds none.
     output_dtypes : tuple of torch.dtype, optional
         Dtypes of the results; by default float32 alone.
     batch_sizes : sequence of int, optional
@@ -209,8 +222,8 @@ def precompile_paged_mqa_logits(
         If an argument is not as listed above.
     """
     for variant in variants:
-        checks.choice("variants", variant, ("fp8",))
+        checks.choice("variants", variant, ("fp8", "fp4"))
     for dtype in output_dtypes or (torch.float32,):
         checks.dtype("output_dtypes", dtype, _OUTPUTS)
-        for queries in (1, 2):
+        for queries in (1, 2) if "fp8" in variants else ():
             get_mqa_logits_kernel(MqaLogitsConfig(dtype, 64, queries, True))

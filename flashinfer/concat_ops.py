@@ -101,7 +101,7 @@ def concat_mla_kv_quant_fp8(
         for all heads.
     key, value : torch.Tensor, optional
         Results, float8_e4m3fn, ``[num_tokens, num_heads, nope_dim + rope_dim]`` and ``[num_tokens,
-        num_heads, v_dim]``.
+        num_heads, v_dim]``. They may be column slices of one tensor.
     nope_dim : int
         Columns of `kv_nope` that belong to keys.
     backend : str
@@ -124,10 +124,20 @@ def concat_mla_kv_quant_fp8(
     checks.choice("backend", backend, ("auto",))
     checks.cuda_tensors(kv_nope=kv_nope, k_pe=k_pe)
     tokens, heads, width = checks.tensor("kv_nope", kv_nope, 3).shape
+    checks.dtype("kv_nope", kv_nope.dtype, (torch.bfloat16, torch.float16, torch.float32))
     checks.count("nope_dim", nope_dim, 0, width)
-    rope = checks.tensor("k_pe", k_pe, 2, 3).view(tokens, 1, -1)
+    rope = checks.tensor("k_pe", k_pe, 2, 3)
+    rope = rope[:, None] if rope.ndim == 2 else rope
+    if rope.shape[:2] != (tokens, 1) or rope.dtype != kv_nope.dtype:
+        raise ValueError(
+            f"`k_pe` must be {kv_nope.dtype} [{tokens}, rope_dim] or [{tokens}, 1, rope_dim], as "
+            f"`kv_nope` is, got {k_pe.dtype} {list(k_pe.shape)}"
+        )
+    is_given = key is not None or value is not None
     key = _codes("key", key, (tokens, heads, nope_dim + rope.shape[2]), kv_nope)
     value = _codes("value", value, (tokens, heads, width - nope_dim), kv_nope)
+    if is_given:
+        _check_results({"key": key, "value": value}, {"kv_nope": kv_nope, "k_pe": k_pe})
     key[..., :nope_dim] = _in_range(kv_nope[..., :nope_dim])
     key[..., nope_dim:] = _in_range(rope).to(key.dtype).expand(-1, heads, -1)
     value.copy_(_in_range(kv_nope[..., nope_dim:]))
@@ -136,6 +146,35 @@ def concat_mla_kv_quant_fp8(
 
 def _in_range(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-448.0, 448.0)
+
+
+def _check_results(written: dict[str, torch.Tensor], read: dict[str, torch.Tensor]) -> None:
+    """Refuse results with two indices for an element, or over each other or an operand."""
+    for name, tensor in written.items():
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(
+                f"`{name}` is written and must not be an expanded tensor, got strides "
+                f"{list(tensor.stride())}"
+            )
+        for other_name, other in {**read, **written}.items():
+            if other_name != name and _meet(tensor, other):
+                raise ValueError(f"`{name}` must not share memory with `{other_name}`")
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share elements: they do not if they are columns beside each other."""
+    if not a.numel() or not b.numel():
+        return False
+    sizes = [1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
+    distance = b.data_ptr() - a.data_ptr()
+    if distance >= sizes[0] * a.element_size() or -distance >= sizes[1] * b.element_size():
+        return False
+    pitch = a.stride(1) if a.shape[1] > 1 else a.stride(0)
+    is_of_one_table = a.stride() == b.stride() and a.stride(2) == 1 and a.stride(0) % pitch == 0
+    if not is_of_one_table or a.dtype != b.dtype:
+        return True
+    column = distance // a.element_size() % pitch
+    return column < a.shape[2] or column + b.shape[2] > pitch
 
 
 def _codes(

@@ -308,6 +308,10 @@ FLASHINFER_AUTOTUNE_CACHE_DIR = _path(
     "Folder of the tuning results that `autotune_v2()` keeps.",
     "`autotune` in the cache folder",
 )
+FLASHINFER_NVFP4_4OVER6 = _switch(
+    "FLASHINFER_NVFP4_4OVER6",
+    "Asks for NVFP4 blocks scaled to 4 where that is better than 6: refused, there is no kernel.",
+)
 FLASHINFER_AUTOTUNER_LOAD_FROM_FILE = _switch(
     "FLASHINFER_AUTOTUNER_LOAD_FROM_FILE",
     "Keep tuning results in the cache folder: load them at the first use, add what is measured.",

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from ._common import checks
-from ._common.cache_layout import is_hnd, of_pages
+from ._common.cache_layout import is_hnd, of_pages, split_cache
 from ._common.conversions import converted
 from ._common.kernels import NOT_LOADED, Kernel, KernelTable
 from ._common.numbers import plain
@@ -138,7 +138,7 @@ def append_paged_kv_cache(
     >>> flashinfer.append_paged_kv_cache(k, v, batch, pos, cache, pages, indptr, last)
     """
     hnd = is_hnd(kv_layout)
-    first, second = _split(of_pages(paged_kv_cache, kv_layout))
+    first, second = split_cache(of_pages(paged_kv_cache, kv_layout))
     try:
         kernel = _append_paged_kv_cache[append_key.dtype]
     except NOT_LOADED:
@@ -149,17 +149,6 @@ def append_paged_kv_cache(
         kernel(*arguments)
     except ValueError:
         kernel(*converted(arguments, _INDICES_OF_APPENDS))
-
-
-def _split(cache: Any, name: str = "paged_kv_cache") -> tuple[Any, Any]:
-    """A fused cache and None, or the caches of keys and of values."""
-    if isinstance(cache, torch.Tensor):
-        return cache, None
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2 or cache[1] is None:
-        raise TypeError(
-            f"`{name}` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
-        )
-    return cache[0], cache[1]
 
 
 @flashinfer_api(trace=append_paged_mla_kv_cache_trace)
@@ -431,8 +420,8 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
 def _packed_caches(cache: Any, scales: Any, kv_layout: str) -> tuple[Any, Any, Any, Any]:
     """Codes and scales of keys and of values, None for values in the tensor of the keys."""
-    k, v = _split(of_pages(cache, kv_layout))
-    k_sf, v_sf = _split(of_pages(scales, kv_layout), "kv_cache_sf")
+    k, v = split_cache(of_pages(cache, kv_layout))
+    k_sf, v_sf = split_cache(of_pages(scales, kv_layout), "kv_cache_sf")
     return k, v, k_sf, v_sf
 
 

@@ -11,6 +11,13 @@ from ._common import checks
 from ._compile.traced import graph_operator
 from ._indexer.launch import paged_logits, schedule_of
 
+_NAMES = {
+    "keys": "kv_cache",
+    "seq_lens": "context_lens",
+    "block_tables": "block_table",
+    "max_length": "max_context_len",
+}
+
 
 def _schedule_like(arguments: Mapping[str, Any]) -> torch.Tensor:
     lengths, out = arguments["context_lens"], arguments["out"]
@@ -100,5 +107,6 @@ def fp8_paged_mqa_logits(
     out = torch.empty(shape, dtype=torch.float32, device=q.device)
     if clean_logits:
         out.fill_(float("-inf"))
-    paged_logits(q, kv_cache, weights, block_table, context_lens, columns, schedule_meta, out)
+    sequences = (block_table, context_lens, columns, schedule_meta)
+    paged_logits(q, kv_cache, weights, *sequences, out, _NAMES)
     return out

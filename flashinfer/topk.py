@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 
+_MOST_COLUMNS = 2**30 - 1
+
+
 def _kernels(output: TopKOutput) -> RowKernels:
     return RowKernels(lambda dtype: gen_topk_module(TopKConfig(dtype, output)), "top_k")
 
@@ -70,8 +73,11 @@ def _max_cluster() -> int:
 
 
 def _width(k: Any) -> int:
-    """Columns of the result; what is no integer is refused by the binding."""
-    return max(int(k), 0) if isinstance(k, (int, Integral)) else 0
+    """Columns of the result, before they cost memory; other values are refused by the binding."""
+    width = max(int(k), 0) if isinstance(k, (int, Integral)) else 0
+    if width > _MOST_COLUMNS:
+        raise ValueError(f"`k` must be at most {_MOST_COLUMNS}, got {width}")
+    return width
 
 
 def _workspace(kernel: RowKernel, input: Any, width: int) -> torch.Tensor | None:

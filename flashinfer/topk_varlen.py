@@ -88,10 +88,11 @@ def top_k_varlen(
         raise TypeError(f"`workspace` must be a dict or None, got {type(workspace).__name__}")
     ratio = checks.count("compress_ratio", compress_ratio)
     rows_of_request = checks.count("next_n", next_n)
-    width = checks.count("top_k", top_k)
+    width = checks.count("top_k", top_k, 1, 2**30 - 1)
+    checks.flag("return_values", return_values)
     rows = checks.tensor("logits", logits, 2).shape[0]
     _check_requests(rows, seq_lens, rows_of_request, pre_idx, width)
-    if out_values is not None and not checks.flag("return_values", return_values):
+    if out_values is not None and not return_values:
         raise ValueError("`out_values` must be left out without `return_values`, got a tensor")
     if out_indices is None:
         out_indices = torch.empty(rows, width, dtype=torch.int32, device=logits.device)

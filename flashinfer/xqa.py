@@ -88,15 +88,17 @@ def xqa(
         its own, the last of them all.
     q_cu_seq_lens : torch.Tensor, optional
         ``[batch_size + 1]`` int32: rows of `q` of each request.
-    sm_count, mask, k_sf_cache, v_sf_cache
-        Must be left out: trees of drafts and 4-bit caches are not served.
+    mask : torch.Tensor, optional
+        As for ``xqa_batch_decode_with_kv_cache``.
+    sm_count, k_sf_cache, v_sf_cache
+        Must be left out: 4-bit caches are not served.
 
     Raises
     ------
     TypeError, ValueError
         As ``xqa_batch_decode_with_kv_cache`` does; or if a number does not agree with a shape.
     """
-    refuse(_NO_KERNEL, sm_count=sm_count, mask=mask, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
+    refuse(_NO_KERNEL, sm_count=sm_count, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     checks.tensor("semaphores", semaphores)
     tokens = checks.count("q_seq_len", q_seq_len)
     window = checks.count("sliding_win_size", sliding_win_size, 0)
@@ -128,6 +130,7 @@ def xqa(
         backend="auto",
         lse=None,
         return_lse=False,
+        mask=mask,
     )
 
 

@@ -276,6 +276,17 @@ def check_spare_block_tables(block_tables: Any) -> None:
         )
 
 
+def backend_of_ours(backend: Any) -> Any:
+    """The backend for what others name after kernels that serve such calls; others as they are."""
+    return "auto" if backend in ("xqa", "trtllm-gen") else backend
+
+
+def check_counters(counters: Any) -> None:
+    """Refuse a buffer of counters that is no tensor; there is no use for one."""
+    if counters is not None:
+        check_tensor("multi_ctas_kv_counter_buffer", counters)
+
+
 def check_backend(backend: Any, allowed: Sequence[str] = ("auto", "fa2", "fa3")) -> None:
     """The backends of the attention wrappers, or those that one of them has."""
     if backend in allowed:

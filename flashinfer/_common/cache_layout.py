@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from . import checks
+
 
 def is_hnd(kv_layout: str) -> bool:
     """Whether heads come before the slots of a page.
@@ -37,3 +39,26 @@ def of_pages(cache: Any, kv_layout: str) -> Any:
         if getattr(k, "ndim", 0) == 3 and getattr(v, "ndim", 0) == 3:
             return k.unsqueeze(axis), v.unsqueeze(axis)
     return cache
+
+
+def split_cache(
+    paged_kv_cache: Any, name: str = "paged_kv_cache"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and values of a cache, None for values if it holds both.
+
+    Raises
+    ------
+    TypeError
+        If `paged_kv_cache`, the argument `name`, is no tensor or pair of them.
+    """
+    if isinstance(paged_kv_cache, torch.Tensor):
+        return paged_kv_cache, None
+    if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
+        raise TypeError(
+            f"`{name}` must be a torch.Tensor or a tuple of two, got "
+            f"{type(paged_kv_cache).__name__}"
+        )
+    k, v = paged_kv_cache
+    for i, part in enumerate((k, v)):
+        checks.tensor(f"{name}[{i}]", part)
+    return k, v

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -24,6 +24,12 @@ UNIT = 256
 def get_mqa_logits_kernel(config: MqaLogitsConfig) -> Callable[..., None]:
     """The kernel of a configuration, built at the first call."""
     return gen_mqa_logits_module(config).build_and_load().mqa_logits
+
+
+@functools.cache
+def get_mqa_logits_check(config: MqaLogitsConfig) -> Callable[..., None]:
+    """The checks of the kernel of a configuration, without the kernel."""
+    return gen_mqa_logits_module(config).build_and_load().mqa_logits_check
 
 
 @functools.cache
@@ -52,18 +58,33 @@ def paged_logits(
     max_length: int,
     schedule: torch.Tensor | None,
     out: torch.Tensor,
+    names: Mapping[str, str],
+    *,
+    cleared: torch.Tensor | None = None,
 ) -> None:
-    """Write the logits of ``[batch, next_n, heads, 128]`` queries to `out`."""
+    """Write the logits of ``[batch, next_n, heads, 128]`` queries to `out`.
+
+    `names` are the caller's of the kernel's arguments. `cleared` is a part of `out` that becomes
+    minus infinity before; a call that is refused leaves it alone.
+    """
     checks.cuda_tensors(q=q)
     heads, next_n = q.shape[2], q.shape[1]
     queries = 1
     while queries < next_n and 2 * queries * heads <= MAX_COLUMNS:
         queries *= 2
-    kernel = get_mqa_logits_kernel(MqaLogitsConfig(out.dtype, heads, queries, True))
+    config = MqaLogitsConfig(out.dtype, heads, queries, True)
     if schedule is None:
         schedule = schedule_of(seq_lens, get_device_sm_count(q.device), None)
     sequences = (block_tables, seq_lens, schedule, next_n)
-    kernel(out, q.flatten(0, 1), weights, cache, None, sequences, max_length, None)
+    arguments = (out, q.flatten(0, 1), weights, cache, None, sequences, max_length, None)
+    try:
+        if cleared is not None:
+            get_mqa_logits_check(config)(*arguments)
+            cleared.fill_(float("-inf"))
+        get_mqa_logits_kernel(config)(*arguments)
+    except (TypeError, ValueError):
+        with checks.named(**names):
+            raise
 
 
 def ragged_logits(

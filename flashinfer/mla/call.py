@@ -11,7 +11,7 @@ from .._attention.checks import check_profile, refuse, scalar
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from ..jit.attention.mla import FLOAT8
-from .problem import MlaOptions
+from .problem import MlaOptions, factor
 
 PROFILE_EVENTS = ("load", "keys", "weights", "values", "output")
 """Names of the events in a profile, by their numbers in include/flashinfer/mla/events.cuh."""
@@ -91,15 +91,15 @@ class CallModes:
             return options.sm_scale, 1.0, 1.0
         if self.scale_mode == "bmm-scalar":
             refuse("plan() was told scale_mode 'bmm-scalar'", ckv_scale=ckv, kpe_scale=kpe)
-            sm_scale = options.sm_scale if bmm1 is None else _positive("bmm1_scale", bmm1)
+            sm_scale = options.sm_scale if bmm1 is None else factor("bmm1_scale", bmm1)
             return sm_scale, 1.0 if bmm2 is None else scalar("bmm2_scale", bmm2), 1.0
         refuse(
             f"plan() was told scale_mode {self.scale_mode!r}, not 'bmm-scalar'",
             bmm1_scale=bmm1,
             bmm2_scale=bmm2,
         )
-        scale = 1.0 if ckv is None else _positive("ckv_scale", ckv)
-        other = 1.0 if kpe is None else _positive("kpe_scale", kpe)
+        scale = 1.0 if ckv is None else factor("ckv_scale", ckv)
+        other = 1.0 if kpe is None else factor("kpe_scale", kpe)
         if not options.head_dim_kpe or other == scale:
             return options.sm_scale * scale, scale, 1.0
         if options.kv_dtype != FLOAT8:
@@ -207,13 +207,6 @@ def _parts(
     if layout == "packed":
         raise ValueError(f"`{name}` must be one tensor, as plan() was told")
     return both[0], both[1]
-
-
-def _positive(name: str, value: Any) -> float:
-    number = scalar(name, value)
-    if number <= 0.0:
-        raise ValueError(f"`{name}` must be positive, got {number}")
-    return number
 
 
 def _columns(tensor: Any) -> Any:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._attention.checks import backend_of_ours
 from .._instrument.decorator import flashinfer_api
 from ..trace.arguments import with_defaults
 from ..trace.templates.mla_one_call import mla_one_call_template, mla_one_call_trace
@@ -99,7 +100,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     enable_pdl : bool, optional
         Programmatic dependent launch; None: where the device has it.
     backend : str
-        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``.
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; ``"xqa"`` and ``"trtllm-gen"`` are the
+        first.
     is_var_seq : bool
         Whether lengths differ; both are planned alike.
     lse, return_lse, return_lse_base : optional
@@ -111,9 +113,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     sparse_mla_top_k_lens : torch.Tensor, optional
         With `sparse_mla_top_k`: ``[tokens]`` int32, how many entries each query token uses, in
         place of `seq_lens`.
+    multi_ctas_kv_counter_buffer : torch.Tensor, optional
+        Not used: the kernels need none.
     skip_softmax_threshold_scale_factor, cute_dsl_impl, kv_scale_format, \
-multi_ctas_kv_counter_buffer, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, \
-use_fp16_softmax
+enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax
         Must be left out, and `uses_shared_paged_kv_idx` True: of kernels that there are not.
 
     Returns
@@ -131,6 +134,7 @@ use_fp16_softmax
     DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1; sparse: "DeepSeek-V3.2-Exp", 2025, section 2.
     """
     call, table = read_decode(locals())
+    backend = backend_of_ours(backend)
     outputs = call.run(
         table, workspace_buffer, backend, enable_pdl, lse, return_lse, return_lse_base
     )

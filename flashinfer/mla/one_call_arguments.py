@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from .._attention.checks import BLACKWELL, check_backend, refuse
+from .._attention.checks import (
+    BLACKWELL,
+    backend_of_ours,
+    check_backend,
+    check_counters,
+    refuse,
+)
 from .._common.checks import count as check_count
 from .._common.checks import flag as check_flag
 from .._common.checks import optional_flag as check_optional_flag
@@ -22,7 +28,6 @@ _FIXED: dict[str, Any] = {
     "cute_dsl_impl": "auto",
     "kv_scale_format": "auto",
     "uses_shared_paged_kv_idx": True,
-    "multi_ctas_kv_counter_buffer": None,
     "enable_dcp": False,
     "cp_world": 1,
     "cp_rank": 0,
@@ -41,7 +46,8 @@ def read_decode(call: Arguments) -> tuple[OneCall, PageRows]:
     """
     values = {name: call[name] for name in _FIXED}
     refuse(BLACKWELL, **{n: _unless(v, _FIXED[n]) for n, v in values.items()})
-    check_backend(call["backend"], ("auto", "fa2", "fa3"))
+    check_backend(backend_of_ours(call["backend"]))
+    check_counters(call["multi_ctas_kv_counter_buffer"])
     check_flag("is_var_seq", call["is_var_seq"])
     check_flag("return_lse", call["return_lse"])
     check_optional_flag("enable_pdl", call["enable_pdl"])
@@ -84,7 +90,8 @@ def gather_decode(call: Arguments) -> dict[str, Any]:
     if one.is_scaled:
         one = one.with_plain_cache()
     options, device = one.options(table.causal), one.query.device
-    options.config(call["backend"], device, 1)  # there are kernels of these types and sizes
+    backend = backend_of_ours(call["backend"])
+    options.config(backend, device, 1)  # there are kernels of these types and sizes
     first, lengths = table.host_lists()
     count, width = table.pages.shape
     query, at = call["query"], one.dims[0]

@@ -11,6 +11,7 @@ import torch
 
 from .._attention.checks import scalar
 from .._common.checks import count as check_count
+from .._common.checks import named
 from .._common.checks import tensor as check_tensor
 from .._common.driver import get_device_sm_count, get_stream_sm_count
 from .._common.dtypes import HALF, check_dtype, torch_name
@@ -20,10 +21,19 @@ from ..jit.attention.mla import (
     get_mla_module_of,
     mla_plan_size,
 )
-from .problem import MlaOptions, read_options
+from .problem import MlaOptions, factor, read_options
 from .wrapper import BatchMLAPagedAttentionWrapper
 
 _LN_2 = math.log(2.0)
+
+_NAMES = {
+    **dict.fromkeys(("q_nope", "q_pe"), "query"),
+    **dict.fromkeys(("ckv_cache", "kpe_cache"), "kv_cache"),
+    **dict.fromkeys(("int_workspace_buffer", "float_workspace_buffer"), "workspace_buffer"),
+    "kv_indices": "block_tables",
+    "sm_scale": "bmm1_scale",
+}
+"""Arguments of the function by the wrapper's and the kernel's names."""
 
 SCALED_TOKEN_BYTES = 656
 """512 e4m3 columns, a float32 scale for each 128 of them, 64 bfloat16 columns."""
@@ -137,13 +147,17 @@ class OneCall:
         if lse is None and return_lse:
             shape = self.query.shape[:2]
             lse = torch.empty(shape, dtype=torch.float32, device=self.query.device)
-        if table.kv_lens.is_cuda:
-            options = self.options(table.causal)
-            self._run_planned_there(options, table, workspace, backend, enable_pdl, lse, base)
-        else:
-            call = self.with_plain_cache() if self.is_scaled else self
-            options = call.options(table.causal)
-            call._run_planned_here(options, table, workspace, backend, enable_pdl, lse, base)
+        try:
+            if table.kv_lens.is_cuda:
+                options = self.options(table.causal)
+                self._run_planned_there(options, table, workspace, backend, enable_pdl, lse, base)
+            else:
+                call = self.with_plain_cache() if self.is_scaled else self
+                options = call.options(table.causal)
+                call._run_planned_here(options, table, workspace, backend, enable_pdl, lse, base)
+        except (TypeError, ValueError):
+            with named(**_NAMES):
+                raise
         return self.out.view(self.out_shape), lse
 
     def _run_planned_there(
@@ -272,6 +286,8 @@ def read_one_call(
                 f"{list(kv_cache.shape)}"
             )
         kv_cache = kv_cache.squeeze(1 if kv_cache.shape[1] == 1 else 2)
+    if query.shape[-2] == 0:
+        raise ValueError(f"`query` must have a head, got shape {list(query.shape)}")
     if kv_cache.dtype == torch.uint8:
         _check_scaled(kv_cache, dims)
     for name, tensor in (("query", query), ("kv_cache", kv_cache)):
@@ -301,9 +317,7 @@ def read_one_call(
         )
     else:
         check_dtype("out", out.dtype, HALF)
-    scales = (scalar("bmm1_scale", bmm1_scale), scalar("bmm2_scale", bmm2_scale))
-    if scales[0] <= 0.0:
-        raise ValueError(f"`bmm1_scale` must be positive, got {scales[0]}")
+    scales = (factor("bmm1_scale", bmm1_scale), scalar("bmm2_scale", bmm2_scale))
     rows = query if query.ndim == 3 else query.flatten(0, 1)
     return OneCall(rows, kv_cache, dims, scales, sinks, out.view(-1, *out_shape[-2:]), out_shape)
 
@@ -358,6 +372,7 @@ def read_table(
         _lengths("cum_seq_lens_q", cum_seq_lens_q, batch_size + 1)
         q_len = check_count("max_q_len", max_q_len)
     lengths = _lengths("seq_lens", seq_lens, batch_size)
+    check_tensor("block_tables", block_tables)
     if (
         block_tables.dtype != torch.int32
         or block_tables.ndim != 2

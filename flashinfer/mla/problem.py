@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ from ..jit.attention.mla import FEW_ROWS, FLOAT8, HEAD_DIMS, MlaConfig
 from .metadata import MLAPlanMetadata
 
 _LIST = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+_LEAST_FACTOR = torch.finfo(torch.float32).tiny
+_MOST_FACTOR = torch.finfo(torch.float32).max / math.log2(math.e)
 _TABLE = ("cum_seq_lens_q", "block_tables", "seq_lens")
 
 
@@ -141,22 +144,27 @@ def read_options(
     if dims not in HEAD_DIMS:
         allowed = ", ".join(map(str, HEAD_DIMS))
         raise ValueError(f"`head_dim_ckv` and `head_dim_kpe` must be one of {allowed}, got {dims}")
-    scale = scalar("sm_scale", sm_scale)
-    if scale <= 0.0:
-        raise ValueError(f"`sm_scale` must be positive, got {scale}")
     return MlaOptions(
         num_heads=check_count("num_heads", num_heads, 1, 65535),
         head_dim_ckv=dims[0],
         head_dim_kpe=dims[1],
         page_size=check_count("page_size", page_size),
         causal=check_flag("causal", causal),
-        sm_scale=scale,
+        sm_scale=factor("sm_scale", sm_scale),
         q_dtype=q_dtype,
         kv_dtype=resolve_dtype("kv_data_type", kv_data_type),
         o_dtype=_output_dtype(q_dtype, output_dtype),
         lse_mode=lse_mode,
         use_profiler=check_flag("use_profiler", use_profiler),
     )
+
+
+def factor(name: str, value: Any) -> float:
+    """A factor of the logits, which kernels multiply by log2(e) in float32."""
+    number = scalar(name, value)
+    if not _LEAST_FACTOR <= number <= _MOST_FACTOR:
+        raise ValueError(f"`{name}` must be positive and finite in float32, got {number}")
+    return number
 
 
 def _output_dtype(q_dtype: torch.dtype, output_dtype: Any) -> torch.dtype:

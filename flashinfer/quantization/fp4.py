@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from .. import env
 from .._common import checks
 from .._common.conversions import converted
 from .._common.numbers import plain
@@ -91,6 +92,16 @@ def _refuse(**arguments: object) -> None:
             raise error(f"`{name}` must be None or False: it is not supported, got {value!r}")
 
 
+def _refuse_4over6(nvfp4_4over6: object) -> None:
+    """Refuse blocks scaled to 4, whether an argument or the environment asks for them."""
+    _refuse(nvfp4_4over6=nvfp4_4over6)
+    if env.FLASHINFER_NVFP4_4OVER6.get():
+        raise ValueError(
+            "`nvfp4_4over6` must be None and FLASHINFER_NVFP4_4OVER6 unset: blocks scaled to 4 are "
+            "not supported, got None and a variable that is on"
+        )
+
+
 @flashinfer_api(trace=fp4_quantize_trace)
 def fp4_quantize(
     input: torch.Tensor,
@@ -133,7 +144,8 @@ def fp4_quantize(
     backend : {"cuda"}
         The CuTe-DSL backend needs Blackwell and is refused.
     nvfp4_4over6 : None
-        Blocks scaled to 4 instead of 6 are not supported.
+        Blocks scaled to 4 instead of 6 are not supported; the switch ``FLASHINFER_NVFP4_4OVER6``,
+        which asks for them, is refused with E4M3 scales.
 
     Returns
     -------
@@ -165,7 +177,10 @@ def fp4_quantize(
     checks.choice("sf_vec_size", sf_vec_size, (16, 32))
     checks.flag("sf_use_ue8m0", sf_use_ue8m0)
     checks.flag("is_global_scale_inversed", is_global_scale_inversed)
-    _refuse(nvfp4_4over6=nvfp4_4over6)
+    if sf_use_ue8m0:
+        _refuse(nvfp4_4over6=nvfp4_4over6)
+    else:
+        _refuse_4over6(nvfp4_4over6)
     if sf_use_ue8m0 and global_scale is not None:
         checks.tensor("global_scale", global_scale)
     return _quantize(
@@ -215,8 +230,8 @@ def nvfp4_quantize(
         per_token_activation=per_token_activation,
         expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
         out_scale=out_scale,
-        nvfp4_4over6=nvfp4_4over6,
     )
+    _refuse_4over6(nvfp4_4over6)
     layout = check_layout("sfLayout", sfLayout)
     checks.tensor("a_global_sf", a_global_sf)
     return _quantize(a, a_global_sf, 16, "e4m3", layout, name="a", enable_pdl=enable_pdl)
@@ -268,7 +283,7 @@ def silu_and_mul_nvfp4_quantize(
         Elements of a block.
     """
     checks.choice("sf_vec_size", sf_vec_size, (16,))
-    _refuse(nvfp4_4over6=nvfp4_4over6)
+    _refuse_4over6(nvfp4_4over6)
     layout = _layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
     checks.tensor("global_scale", global_scale)
     return _quantize(

@@ -1,12 +1,13 @@
 """4-bit caches (NVFP4): rows of keys and values quantised, and read back."""
 
 import functools
+import math
 from typing import Any
 
 import torch
 
 from .._common import checks
-from .._common.cache_layout import is_hnd, of_pages
+from .._common.cache_layout import is_hnd, of_pages, split_cache
 from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import check_dtype
 from .._common.kernels import NOT_LOADED, Kernel, KernelTable
@@ -198,11 +199,18 @@ def nvfp4_quantize_paged_kv_cache(
             raise ValueError(
                 f"`{name}_global_sf` must have one element, got shape {list(factor.shape)}"
             )
-        codes, scales = fp4_quantize(cache.contiguous(), factor, is_sf_swizzled_layout=False)
+        with checks.named(input=f"{name}_cache", global_scale=f"{name}_global_sf"):
+            codes, scales = fp4_quantize(cache.contiguous(), factor, is_sf_swizzled_layout=False)
         shape = (*cache.shape[:3], cache.shape[3] // 16)
         parts.append((codes, scales.view(torch.float8_e4m3fn).view(shape), factor))
     (k, k_sf, k_factor), (v, v_sf, v_factor) = parts
-    k_scale, v_scale = (1 / torch.stack([k_factor.reshape(()), v_factor.reshape(())])).tolist()
+    factors = torch.stack([part.reshape(()).float() for part in (k_factor, v_factor)])
+    k_scale, v_scale = (1 / factors).tolist()
+    for (name, _, given_factor), scale in zip(given, (k_scale, v_scale), strict=True):
+        if given_factor is not None and not 0.0 < scale < math.inf:
+            raise ValueError(
+                f"`{name}_global_sf` must be positive and finite, got {given_factor.item()}"
+            )
     return (k, v), (k_sf, v_sf), k_scale, v_scale
 
 
@@ -254,8 +262,8 @@ def nvfp4_kv_dequantize_paged(
     """
     hnd = is_hnd(kv_layout)
     caches = (
-        *_parts("paged_kv_cache", of_pages(paged_kv_cache, kv_layout)),
-        *_parts("kv_cache_sf", of_pages(kv_cache_sf, kv_layout)),
+        *split_cache(of_pages(paged_kv_cache, kv_layout)),
+        *split_cache(of_pages(kv_cache_sf, kv_layout), "kv_cache_sf"),
     )
     try:
         kernel = _dequantize_paged[output_k.dtype]
@@ -273,14 +281,3 @@ def nvfp4_kv_dequantize_paged(
 
 def _as_float32(scale: torch.Tensor) -> torch.Tensor:
     return as_dtype(scale, torch.float32) if is_convertible(scale, torch.float32) else scale
-
-
-def _parts(name: str, cache: Any) -> tuple[Any, Any]:
-    """A tensor of both and None, or the tensors of keys and of values."""
-    if isinstance(cache, torch.Tensor):
-        return cache, None
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2 or cache[1] is None:
-        raise TypeError(
-            f"`{name}` must be a torch.Tensor or a pair of them, got {type(cache).__name__}"
-        )
-    return cache[0], cache[1]

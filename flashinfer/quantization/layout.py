@@ -41,6 +41,14 @@ def check_layout(name: str, layout: Any) -> SfLayout:
         raise error(f"`{name}` must be one of {names}, got {layout!r}") from None
 
 
+def check_device(name: str, tensor: Any, other_name: str, other: torch.Tensor) -> None:
+    """Refuse a tensor that is not where another one is."""
+    if checks.tensor(name, tensor).device != other.device:
+        raise ValueError(
+            f"`{name}` must be on {other.device}, as `{other_name}` is, got {tensor.device}"
+        )
+
+
 def padded_shape(layout: SfLayout, rows: int, blocks: int) -> tuple[int, int]:
     """Rows and blocks per row for which `layout` holds a scale."""
     tile_rows = _TILE_ROWS[layout]
@@ -125,7 +133,7 @@ def block_scale_interleave(
         raise ValueError(f"`out` must be on {unswizzled_sf.device}, got {out.device}")
     padded = unswizzled_sf.new_zeros(experts.shape[0], padded_rows, padded_blocks)
     padded[:, :rows, :blocks] = experts
-    tiles = padded.reshape(-1, padded_rows // 128, 4, 32, padded_blocks // 4, 4)
+    tiles = padded.reshape(len(experts), padded_rows // 128, 4, 32, padded_blocks // 4, 4)
     return out.copy_(tiles.permute(0, 1, 4, 3, 2, 5).reshape(size))
 
 

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from .._common import checks
+
 _LARGEST_E2M1 = 6.0
 _LARGEST_E4M3 = 448.0
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class NVFP44Over6ErrMode(enum.IntEnum):
@@ -66,19 +69,37 @@ def make_nvfp4_global_scale(
     per_token_activation : bool
         One factor for each row, ``[rows]``, instead of one for all.
     global_scale : float, optional
-        A factor that is known already.
+        A factor that is known already, positive.
     nvfp4_4over6_config : NVFP44Over6Config, optional
         Gives the largest block scale.
 
     Returns
     -------
     torch.Tensor
-        float32, ``[1]`` or ``[rows]``, on the device of `input_tensor`; 1 where all numbers are 0.
+        float32, ``[1]`` or ``[rows]``, on the device of `input_tensor`; 1 where all numbers are 0,
+        or there are none, and NaN where one is NaN.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as listed above.
     """
-    rows = input_tensor.float().abs().reshape(-1, input_tensor.shape[-1])
-    shape = (len(rows),) if per_token_activation else (1,)
+    if not checks.tensor("input_tensor", input_tensor).is_floating_point() or not input_tensor.ndim:
+        raise ValueError(
+            "`input_tensor` must be floating point with a dimension at least, got "
+            f"{input_tensor.dtype} {list(input_tensor.shape)}"
+        )
+    per_token = checks.flag("per_token_activation", per_token_activation)
+    shape = (input_tensor.shape[:-1].numel(),) if per_token else (1,)
     if global_scale is not None:
-        return torch.full(shape, global_scale, dtype=torch.float32, device=input_tensor.device)
-    largest = rows.amax(1) if per_token_activation else rows.amax().reshape(1)
+        number = checks.number("global_scale", global_scale)
+        if not _SMALLEST <= number <= _LARGEST:
+            raise ValueError(
+                f"`global_scale` must be positive and finite in float32, got {global_scale}"
+            )
+        return torch.full(shape, number, dtype=torch.float32, device=input_tensor.device)
+    if not input_tensor.numel():
+        return torch.ones(shape, dtype=torch.float32, device=input_tensor.device)
+    largest = input_tensor.float().abs().reshape(*shape, -1).amax(-1)
     factor = nvfp4_e4m3_max(nvfp4_4over6_config) * _LARGEST_E2M1 / largest
-    return torch.where(largest > 0, factor, 1.0)
+    return torch.where(largest == 0, 1.0, factor)

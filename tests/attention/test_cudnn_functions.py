@@ -117,8 +117,11 @@ def test_decode(tokens, has_table, device):
     q, (k, v) = batch.query(device), batch.cache(device)
     expected = plan_decode(batch, device, q_len_per_req=tokens).run(q, (k, v), return_lse=True)
     table = _tables(batch, device)
+    rows = torch.arange(5, dtype=torch.int32, device=device) * tokens * q.stride(0)
+    options = {"batch_offsets_q": rows, "batch_offsets_o": rows}
     if not has_table:
         k, v = k[table[:, 0].long()], v[table[:, 0].long()]
+        options["batch_offsets_k"] = torch.arange(5, device=device) * k.stride(0)
     out, lse = flashinfer.cudnn_batch_decode_with_kv_cache(
         *(q, k, v, 128**-0.5, workspace(device)),
         max_sequence_kv=256,
@@ -126,6 +129,7 @@ def test_decode(tokens, has_table, device):
         block_tables=table if has_table else None,
         return_lse=True,
         q_len_per_req=tokens,
+        **options,
     )
     torch.testing.assert_close(out.float(), expected[0].float(), rtol=0.02, atol=4e-3)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-4)

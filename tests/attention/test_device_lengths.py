@@ -16,7 +16,6 @@ from tests.attention.batches import (
     FP16,
     Batch,
     indptr,
-    need_backend,
     plan_paged,
     randn,
     workspace,
@@ -137,6 +136,33 @@ def test_a_captured_call_with_rows_by_cumulative_lengths(device):
         close(lse[:count], expected_lse)
 
 
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [2, 16])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_captured_mask_of_drafts(group, tokens, is_ragged, device):
+    """Against the plan on the host, which has a bit for each query and key."""
+    tables = Tables(device, group=group)
+    starts = indptr([2, tokens, 0, 1, tokens, 2] if is_ragged else [tokens] * 6).to(device)
+    q = randn((int(starts[-1]), 2 * group, 128), BF16, device)
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(2**tokens, (len(q), 1), generator=generator, dtype=torch.int32) | 1
+    mask = words.to(device).view(torch.uint16)
+    tables.seq_lens.copy_(torch.tensor((700, 64, 33, 4000, tokens, 79), dtype=torch.int32))
+    arguments = tables.arguments(q) | {"q_len_per_req": tokens, "mask": mask}
+    if is_ragged:
+        arguments["q_cu_seq_lens"] = starts
+    graph, out = captured(lambda: xqa_batch_decode_with_kv_cache(**arguments, window_left=3000))
+    for _ in range(2):
+        graph.replay()
+        lengths = {"seq_lens": tables.seq_lens.cpu()}
+        if is_ragged:
+            lengths["q_cu_seq_lens"] = starts.cpu()
+        expected = xqa_batch_decode_with_kv_cache(**arguments | lengths, window_left=3000)
+        close(out, expected)
+        mask.copy_(words.flip(0).to(device).view(torch.uint16))
+        tables.seq_lens.add_(11)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -242,6 +268,5 @@ def test_what_a_device_plan_has_no_room_for_is_refused(device):
         own = "workspace" if name == "workspace_buffer" else name
         with pytest.raises((TypeError, ValueError), match=own):
             trtllm_batch_decode_with_kv_cache(**{**arguments, name: value})
-    need_backend("fa3", device)
     with pytest.raises(ValueError, match="mask"):
         xqa_batch_decode_with_kv_cache(**arguments, mask=torch.ones(4, device=device))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.decode import xqa_batch_decode_with_kv_cache
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from flashinfer.prefill import trtllm_fmha_v2_prefill
 
 BATCH, HEADS, KV_HEADS, DIM, PAGE, WIDTH = 3, 8, 2, 128, 16, 20
@@ -58,6 +58,17 @@ def test_xqa(layout, tokens, device, workspace):
             q_len_per_req=tokens,
         )
         assert torch.equal(out.view(-1, HEADS, DIM), expected)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_cache_whose_keys_are_its_values(layout, device, workspace):
+    k, _ = _cache(device, layout)
+    pages, lengths = _tables(device)
+    q = _randn(device, BATCH, HEADS, DIM)
+    shared = (workspace, pages, lengths, WIDTH * PAGE, DIM**-0.5)
+    for function in (xqa_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache):
+        expected = function(q, (k, k), *shared, kv_layout=layout)
+        assert torch.equal(function(q, k[:, None], *shared, kv_layout=layout), expected)
 
 
 def test_xqa_refuses_what_does_not_agree(device, workspace):

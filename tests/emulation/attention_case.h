@@ -271,7 +271,8 @@ class Case {
     group.v_scale = random_.one_in(2) ? 0.7f : 1.f;
     if (kHeadScales) draw_scales(group);
     const int batch_size = random_.integer(1, 4);
-    const int longest = tile_q <= 16 ? tile_q / group_size : tile_q == 64 ? 40 : 70;
+    int longest = tile_q <= 16 ? tile_q / group_size : tile_q == 64 ? 40 : 70;
+    if (mask == MaskMode::draft) longest = std::min(longest, 32);
     int tokens = 0, entries = 0;  // of q, and of K/V or of its pages
     for (int i = 0; i < batch_size; ++i) {
       PlanRequest request;
@@ -290,6 +291,7 @@ class Case {
     draw_tensors(group, tokens + 1, entries + 1);
     if (mask == MaskMode::custom) draw_custom_mask(group);
     if (mask == MaskMode::multi_item) draw_items(group);
+    if (mask == MaskMode::draft) draw_drafts(tokens);
     draw_ranges(group);
     return group;
   }
@@ -380,6 +382,14 @@ class Case {
     variant.VariantParams::mask_indptr = mask_indptr_.data();
   }
 
+  // A word for each query; no more, so that a read of another is found.
+  void draw_drafts(int tokens) {
+    for (int i = 0; i < tokens; ++i) {
+      draft_words_.push_back(random_.integer(0, 0xffff) << 16 | random_.integer(0, 0xffff));
+    }
+    variant.VariantParams::custom_mask = reinterpret_cast<const uint8_t*>(draft_words_.data());
+  }
+
   // Items of random lengths from a random prefix on.
   void draw_items(const Group& group) {
     constexpr int kLength = 400;
@@ -422,7 +432,7 @@ class Case {
   std::vector<float> slopes_, sinks_, temperatures_;
   std::vector<uint8_t> mask_;
   std::vector<int32_t> mask_indptr_;
-  std::vector<uint32_t> prefix_lens_;
+  std::vector<uint32_t> prefix_lens_, draft_words_;
   std::vector<uint16_t> item_positions_;
 };
 

@@ -164,6 +164,11 @@ class Reference {
       const uint8_t* mask = options.custom_mask + options.mask_indptr[request_idx_];
       return mask[bit / 8] >> (bit % 8) & 1;
     }
+    if (group_.mask == MaskMode::draft) {
+      const int own = qo_idx + kv_idx - position;  // among the keys of the queries
+      const auto* words = reinterpret_cast<const uint32_t*>(options.custom_mask);
+      return own < 0 || words[request_.qo_begin + qo_idx] >> own & 1;
+    }
     if (group_.mask == MaskMode::multi_item) {
       const int prefix_len = options.prefix_len_ptr[request_idx_];
       if (kv_idx < prefix_len || position < prefix_len) return true;

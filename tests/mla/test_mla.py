@@ -323,6 +323,24 @@ def test_run_refuses(change: dict[str, Any], match: str, device: torch.device):
         wrapper.run(**arguments)
 
 
+def test_outputs_over_inputs_and_over_one_another(device: torch.device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU: the kernel's binding looks at memory")
+    batch = Batch((1, 1), (100, 64))
+    wrapper = make_wrapper(device)
+    batch.plan(wrapper)
+    arguments = batch.arguments(device)
+    cache, out = arguments["ckv_cache"], torch.empty_like(arguments["q_nope"])
+    for change, match in (
+        ({"out": cache.flatten(0, 1)[:32].view(2, 16, -1)}, "`out`.*`ckv_cache`"),
+        ({"out": arguments["q_nope"]}, "`out`.*`q_nope`"),
+        ({"lse": torch.empty(2, 32, device=device)[:, ::2]}, "`lse` must be contiguous"),
+        ({"out": out, "lse": out.view(-1).view(torch.float32)[:32].view(2, 16)}, "`lse`.*`out`"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            wrapper.run(**arguments | change)
+
+
 def test_small_workspace(device: torch.device):
     if device.type != "cuda":
         pytest.skip("needs a GPU: plans without one write nothing")

@@ -93,6 +93,17 @@ def test_dense(
     torch.testing.assert_close(found[1].double(), lse, atol=2e-3, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["xqa", "trtllm-gen"])
+def test_names_and_buffers_of_other_backends(name: str, device: torch.device):
+    call = make(device, MIXED, 2, 16)
+    usual = trtllm_batch_decode_with_kv_cache_mla(**call)
+    counters = torch.zeros(8, dtype=torch.uint8, device=device)
+    found = trtllm_batch_decode_with_kv_cache_mla(
+        **call, backend=name, multi_ctas_kv_counter_buffer=counters
+    )
+    assert torch.equal(found, usual)
+
+
 def test_options(device: torch.device, backend: str):
     """Sinks, scales, natural logarithms, a destination and a cache of four dimensions."""
     call = make(device, MIXED, 2, 16)

@@ -80,6 +80,12 @@ def test_a_wider_destination_and_other_names(device: torch.device, dtype: torch.
     assert got.data_ptr() == out.data_ptr() and got.shape == (2, 400)
     check(got, expected, 1e-2)
     assert (out[:, 400:] == 7).all()
+    refused = {"weights": arguments["weights"].half(), "kv_fused": arguments["kv_fused"][..., :128]}
+    for name, wrong in refused.items():
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            call = {**arguments, name: wrong}
+            flashinfer.fp8_paged_mqa_logits(**call, output_dtype=dtype, out=out.fill_(7))
+        assert (out == 7).all()
     lens, table = arguments["seq_lens"], arguments["block_tables"]
     meta = paged_mqa.get_paged_mqa_logits_metadata(lens, 64, 5)
     same = paged_mqa.fp8_paged_mqa_logits(

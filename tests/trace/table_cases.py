@@ -29,11 +29,16 @@ def _tells_the_pages(operation: Operation, name: str, arguments: dict[str, Any])
             operation.api(**{**arguments, name: wrong})
 
 
-def _is_not_read(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
-    usual = operation.api(**{**arguments, "return_lse": False})
-    offsets = torch.zeros(4, dtype=torch.int64, device=usual.device)
-    call = {**arguments, "return_lse": False, name: offsets}
-    assert torch.equal(usual, operation.api(**call))
+def _are_those_of_a_row(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Offsets of requests that follow each other; others are refused."""
+    call = {**arguments, "return_lse": False}
+    usual, batch = operation.api(**call), len(arguments["actual_seq_lens_kv"])
+    stride = 0 if name[-1] in "kv" else arguments["q"].stride(0) * arguments["q_len_per_req"]
+    offsets = torch.arange(batch + 1, device=usual.device) * stride
+    assert torch.equal(usual, operation.api(**{**call, name: offsets}))
+    is_refused(offsets[1:], offsets.float(), 3)(operation, name, call)
+    if stride:
+        is_refused(offsets * 2)(operation, name, call)
 
 
 def is_refused(*values: Any) -> attention_cases.Case:
@@ -117,10 +122,18 @@ def receives(operation: Operation, name: str, arguments: dict[str, Any]) -> None
     is_refused(destination[:-1], destination.double())(operation, name, arguments)
 
 
+def _is_not_read(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """A buffer without use."""
+    usual = _called(operation, arguments)
+    counters = torch.zeros(4, dtype=torch.uint8, device=arguments["query"].device)
+    assert all(map(torch.equal, usual, _called(operation, {**arguments, name: counters})))
+    is_refused(3)(operation, name, arguments)
+
+
 _OF_OTHER_KERNELS: dict[str, attention_cases.Case] = {
     "skip_softmax_threshold_scale_factor": is_refused(1.0),
     "uses_shared_paged_kv_idx": is_refused(False),
-    "multi_ctas_kv_counter_buffer": is_refused(torch.zeros(1)),
+    "multi_ctas_kv_counter_buffer": _is_not_read,
     "cp_world": is_refused(2),
     "cp_rank": is_refused(1),
     "causal_seqlens_kv_global": is_refused(torch.zeros(1)),
@@ -156,6 +169,24 @@ def _counts_queries(operation: Operation, name: str, arguments: dict[str, Any]) 
         operation.api(**changed)
 
 
+def _is_of_drafts(operation: Operation, name: str, arguments: dict[str, Any]) -> None:
+    """Bits of what two queries see of each other."""
+    device = arguments["query"].device
+    usual, *masked = (
+        _called(operation, {**arguments, name: mask})
+        for mask in (
+            None,
+            *(torch.tensor([rows] * 3, device=device).to(torch.uint16) for rows in _TWO_QUERIES),
+        )
+    )
+    assert torch.allclose(usual[0], masked[0][0])
+    assert not torch.allclose(usual[0], masked[1][0])
+    is_refused(torch.ones(1, device=device))(operation, name, arguments)
+
+
+_TWO_QUERIES = [[1, 0], [3, 0]], [[1, 0], [2, 0]]
+"""As causality has it, and two drafts of one token."""
+
 _TABLES: dict[str, attention_cases.Case] = {
     **attention_cases.CASES,
     **_OF_OTHER_KERNELS,
@@ -167,7 +198,7 @@ _TABLES: dict[str, attention_cases.Case] = {
     "o_scale": is_refused(2.0),
     "o_sf_scale": is_refused(1.0),
     "o_sf_vec_size": is_refused(16),
-    "mask": is_refused(torch.ones(1)),
+    "mask": _is_of_drafts,
     "bmm1_scale_log2": is_refused(torch.ones(1)),
     "enable_block_sparse_attention": is_refused(True),
     "bf16q_fp8kv_transform_mode": is_refused("fast"),
@@ -231,7 +262,7 @@ CASES: dict[str, dict[str, attention_cases.Case]] = {
         "actual_seq_lens_kv": _is_required,
         "block_tables": _tells_the_pages,
         "is_cuda_graph_compatible": attention_cases.has_no_effect,
-        **{f"batch_offsets_{name}": _is_not_read for name in "qokv"},
+        **{f"batch_offsets_{name}": _are_those_of_a_row for name in "qokv"},
     },
     "trtllm_batch_context_with_kv_cache": _TABLES,
     "trtllm_batch_decode_with_kv_cache": _TABLES,

@@ -171,6 +171,41 @@ def test_each_option_has_a_kernel(calls: Calls, group: int, tokens: int, options
     assert config.sliding_window == ("window_left" in options)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize(("group", "tokens"), [(4, 2), (8, 16)])
+def test_kernels_read_masks_of_drafts(
+    calls: Calls, function: Any, cumulative: bool, group: int, tokens: int
+):
+    mask = torch.ones(REQUESTS, tokens, 2, dtype=torch.int32).to(torch.uint16)
+    _call(function, group=group, tokens=tokens, cumulative=cumulative, mask=mask)
+    config = calls.configs[-1]
+    assert (config.mask_mode, config.device_lengths) == ("draft", tokens == 2)
+
+
+def test_a_launch_gets_the_words_of_a_mask(monkeypatch: pytest.MonkeyPatch, calls: Calls):
+    found: list[Any] = []
+    monkeypatch.setattr(executor, "bind", planner.bind)
+    monkeypatch.setattr(Calls, "mask", lambda _, *args: found.append(args[1:]), raising=False)
+    mask = torch.tensor([[1, 0], [3, 0]] * REQUESTS, dtype=torch.int32).to(torch.uint16)
+    shifted = torch.cat([mask.view(-1)[:1], mask.view(-1)])[1:].view(REQUESTS, 2, 2)
+    for given in (mask, shifted):  # words lie at multiples of four bytes
+        _call(xqa_batch_decode_with_kv_cache, tokens=2, mask=given)
+        words, starts = found.pop()
+        assert starts is None and words.dtype == torch.uint8 and words.data_ptr() % 4 == 0
+        assert words.view(torch.int32).flatten().tolist() == [1, 3] * REQUESTS
+
+
+def test_counters_and_names_of_other_backends_are_taken(calls: Calls):
+    for backend in ("xqa", "trtllm-gen"):
+        _call(backend=backend, multi_ctas_kv_counter_buffer=torch.zeros(4, dtype=torch.uint8))
+        assert calls.configs[-1].backend == "fa2"
+    with pytest.raises(TypeError, match="multi_ctas_kv_counter_buffer"):
+        _call(multi_ctas_kv_counter_buffer=4)
+    with pytest.raises(ValueError, match="backend"):
+        _call(backend="cutlass")
+
+
 def test_cudnn_decode_has_the_same_kernels(calls: Calls):
     for group, tile in ((4, 8), (16, 16), (48, 64)):
         cache = torch.zeros(2, PAGES, 2, PAGE, 128, dtype=BF16)

@@ -60,6 +60,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROPE = {"pos_encoding": "rope_llama"}
 ALIBI_CAP_SINKS = {"pos_encoding": "alibi", "logits_soft_cap": True, "sinks": True}
 LENGTHS = {"device_lengths": True, "sliding_window": True}
+DRAFT_WINDOW = {"mask_mode": "draft", "sliding_window": True}
 F16_Q = {"dtype_q": F16, "dtype_kv": PACKED_FLOAT4, "dtype_o": F16}
 
 
@@ -178,6 +179,9 @@ CONFIGS = [
     ("narrow-lengths-window", 128, 64, 8, {**LENGTHS, "mask_mode": "causal"}),
     ("decode-lengths", 64, 64, 16, {"device_lengths": True, "mask_mode": "causal"}),
     ("narrow-lengths-4bit", 128, 128, 8, {"dtype_kv": PACKED_FLOAT4, "device_lengths": True}),
+    ("narrow-lengths-draft", 64, 64, 8, {**LENGTHS, "mask_mode": "draft"}),
+    ("decode-lengths-draft", 64, 64, 16, {"device_lengths": True, "mask_mode": "draft"}),
+    ("64-draft-window-sinks", 48, 48, 64, {**DRAFT_WINDOW, "sinks": True}),
     ("narrow-512", 512, 512, 8, {"mask_mode": "causal"}),
     ("narrow-448", 448, 448, 8, {}),
     ("narrow-512-e4m3", 512, 512, 8, {"dtype_kv": E4M3, "sinks": True}),

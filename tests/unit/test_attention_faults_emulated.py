@@ -146,6 +146,36 @@ FAULTS_OF_DECODE = [
 ]
 
 
+# (name, header, statement, what stands there instead), each with tiles of 16 rows
+FAULTS_OF_DRAFTS = [
+    (
+        "a_key_too_late",
+        "rows",
+        "hidden |= last_token >= item_.kv_len - item_.qo_len;",
+        "hidden |= last_token > item_.kv_len - item_.qo_len;",
+    ),
+    ("words_of_the_first_request", "mask", "[item.qo_begin + row.qo_idx]", "[row.qo_idx]"),
+    ("a_bit_too_far", "rows", "words[w] |= bits << before;", "words[w] |= bits << (before & 30);"),
+    (
+        "no_bits_of_another_word",
+        "rows",
+        "if (before < 0 && before > -32) words[w] |= bits >> -before;",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "header, statement, other",
+    one_by_default([f[1:] for f in FAULTS_OF_DRAFTS]),
+    ids=[f[0] for f in FAULTS_OF_DRAFTS],
+)
+def test_faults_of_drafts_are_found(emulator: Emulator, header: str, statement: str, other: str):
+    emulator.substitute(f"flashinfer/attention/{header}.cuh", statement, other)
+    fields = {"mask_mode": "draft", "device_lengths": True}
+    assert emulator.find_fault(make_config(64, 64, 16, fields), cases=60)
+
+
 @pytest.mark.parametrize(
     "statement, other, head_dim, fields",
     one_by_default([f[1:] for f in FAULTS_OF_DECODE]),

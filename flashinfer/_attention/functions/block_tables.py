@@ -85,8 +85,8 @@ def trtllm_batch_decode_with_kv_cache(
     kv_cache : torch.Tensor or tuple of torch.Tensor
         Keys and values, each ``[num_pages, num_kv_heads, page_size, head_dim]`` (``"HND"``) or
         ``[num_pages, page_size, num_kv_heads, head_dim]`` (``"NHD"``), or one tensor with a
-        dimension of 2 after the first; dtypes and strides as for
-        ``BatchPrefillWithPagedKVCacheWrapper.run``.
+        dimension of 2 after the first, or of 1 where keys are values, too; dtypes and strides as
+        for ``BatchPrefillWithPagedKVCacheWrapper.run``.
     workspace_buffer : torch.Tensor
         For partial results of requests that are split; contiguous, any dtype.
     block_tables : torch.Tensor
@@ -111,9 +111,13 @@ def trtllm_batch_decode_with_kv_cache(
     enable_pdl : bool, optional
         Programmatic dependent launch; None: where the device has it.
     backend : str
-        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``.
+        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; ``"xqa"`` and ``"trtllm-gen"`` are the
+        first.
     q_len_per_req : int, optional
         Query tokens of each request; each sees the keys up to its own, the last of them all.
+    mask : torch.Tensor, optional
+        As for ``xqa_batch_decode_with_kv_cache``, with `max_q_len` in place of `q_len_per_req`
+        beside `cum_seq_lens_q`.
     max_q_len, cum_seq_lens_q : optional
         ``[batch_size + 1]`` int32 or int64: rows of `query` of each request, in place of
         `q_len_per_req`, and a bound of their lengths.
@@ -123,9 +127,11 @@ def trtllm_batch_decode_with_kv_cache(
     kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
         Scales of a 4-bit `kv_cache` (uint8), as for ``BatchPrefillWithPagedKVCacheWrapper.run``;
         those of values in the same order of rows as those of keys.
-    o_sf_scale, o_sf_vec_size, mask, skip_softmax_threshold_scale_factor, \
-bmm1_scale_log2, multi_ctas_kv_counter_buffer, enable_block_sparse_attention, \
-causal_seqlens_kv_global, bf16q_fp8kv_transform_mode, request_order, request_order_plan
+    multi_ctas_kv_counter_buffer : torch.Tensor, optional
+        Not used: the kernels need none.
+    o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, \
+bmm1_scale_log2, enable_block_sparse_attention, causal_seqlens_kv_global, \
+bf16q_fp8kv_transform_mode, request_order, request_order_plan
         Must be left out, as `o_scale`, `uses_shared_paged_kv_idx`, `cp_world` and `cp_rank` must be
         what they are: of kernels that there are not.
 
@@ -200,9 +206,11 @@ out_dtype, kv_layout, enable_pdl, sinks, lse, return_lse, kv_cache_sf
     causal : bool
         Query i of n sees keys up to ``i + seq_len - n``.
     backend : str
-        ``"auto"``, ``"fa2"`` or, on Hopper, ``"fa3"``; ``"trtllm-gen"``, the default, is the first.
+        As for ``trtllm_batch_decode_with_kv_cache``.
+    multi_ctas_kv_counter_buffer : torch.Tensor, optional
+        Not used: the kernels need none.
     o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, \
-multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress
+use_fp16_softmax, uses_spcompress
         Must be left out, and `uses_shared_paged_kv_idx` True: of kernels that there are not.
 
     Returns

@@ -14,7 +14,12 @@ from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
 from ..._compile.traced import graph_operator
 from ..._instrument.decorator import flashinfer_api
-from ...trace.templates.block_tables import check_rows, cudnn_batch_decode_trace, lengths_of
+from ...trace.templates.block_tables import (
+    check_offsets,
+    check_rows,
+    cudnn_batch_decode_trace,
+    lengths_of,
+)
 from ..backends import check_lse_base
 from ..checks import scalar
 from ..index_tensors import host_indices
@@ -336,7 +341,10 @@ def cudnn_batch_decode_with_kv_cache(
     is_cuda_graph_compatible : bool
         Accepted: calls can be captured with lengths on the GPU.
     batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v : torch.Tensor, optional
-        Accepted and not read: queries lie one after the other, keys in pages.
+        ``[batch_size + 1]`` int32 or int64: where each request begins in the memory of the tensor,
+        counted in elements. Requests lie one after the other, as by default. On the GPU a kernel
+        asserts that. Beside `block_tables` nobody reads `batch_offsets_k` and
+        `batch_offsets_v`.
     out : torch.Tensor, optional
         Where the result goes, ``[tokens, num_qo_heads, head_dim]``; its dtype is the result's, else
         that of `q`.
@@ -360,18 +368,20 @@ def cudnn_batch_decode_with_kv_cache(
     TypeError, ValueError
         If an argument is not as described.
     """
+    call = locals()
     check_flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
     check_tensor("k_cache", k_cache, 4)
     check_tensor("v_cache", v_cache, 4)
     lengths = lengths_of("actual_seq_lens_kv", actual_seq_lens_kv)
     tokens = check_count("q_len_per_req", q_len_per_req)
     check_rows(q, tokens, len(lengths))
+    if block_tables is None and len(k_cache) != len(lengths):
+        raise ValueError(
+            "`block_tables` must be given unless each request has one page, got "
+            f"{len(k_cache)} pages for {len(lengths)} requests"
+        )
+    check_offsets(q, (k_cache, v_cache), call, len(lengths), tokens)
     if block_tables is None:
-        if len(k_cache) != len(lengths):
-            raise ValueError(
-                "`block_tables` must be given unless each request has one page, got "
-                f"{len(k_cache)} pages for {len(lengths)} requests"
-            )
         block_tables = torch.arange(len(lengths), dtype=torch.int32, device=q.device)[:, None]
     return attend_block_tables(
         q,

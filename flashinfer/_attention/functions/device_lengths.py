@@ -13,7 +13,14 @@ from ..index_tensors import check_index_vector, page_numbers
 from ..plan.choice import KernelChoice
 from ..plan.launch import NO_OPTIONS
 from ..plan.on_device import plan_on_device
-from ..plan.requests import ArgumentNames, AttentionProblem, DeviceLengths, PlanTensors, Requests
+from ..plan.requests import (
+    ArgumentNames,
+    AttentionProblem,
+    DeviceLengths,
+    DraftMask,
+    PlanTensors,
+    Requests,
+)
 from ..wrappers.base import SpecArguments
 from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 
@@ -33,6 +40,8 @@ class TableLengths(NamedTuple):
         The most query tokens of a request.
     page_size : int
         Tokens of a page.
+    draft_words : torch.Tensor or None
+        What the queries see of each other, as ``DraftMask`` has it.
     """
 
     block_tables: torch.Tensor
@@ -40,6 +49,7 @@ class TableLengths(NamedTuple):
     cum_seq_lens_q: torch.Tensor | None
     most_qo_len: int
     page_size: int
+    draft_words: torch.Tensor | None = None
 
     def check(self) -> None:
         """Refuse tensors that are not as described."""
@@ -109,7 +119,9 @@ def plan_table_lengths(
     tile_q = decode_tile_q(rows, spec.tile_head_dim, spec.kv_data_type)
     choice = KernelChoice("fa2", tile_q)
     entries = page_numbers(lengths.block_tables).to(wrapper.device, torch.int32).reshape(-1)
-    problem = AttentionProblem(spec, bounds, PlanTensors(kv_indices=entries))
+    words = _on_device(lengths.draft_words, wrapper.device)
+    mask = None if words is None else DraftMask(words)
+    problem = AttentionProblem(spec, bounds, PlanTensors(kv_indices=entries, mask=mask))
     there = DeviceLengths(
         _on_device(lengths.cum_seq_lens_q, wrapper.device),
         None,

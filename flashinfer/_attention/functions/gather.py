@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
 from ...trace.arguments import with_defaults
 from ...trace.templates.attention_arguments import gather_paged
 from ..checks import resolve_dtype
 from ..plan.no_kernel import plans_without_kernels
-from ..wrappers.base import split_cache
 from .plan_block_tables import PlannedCall
 
 Arguments = Mapping[str, Any]

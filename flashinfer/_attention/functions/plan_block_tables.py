@@ -7,16 +7,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ..._common.checks import count as check_count
 from ..._common.checks import tensor as check_tensor
 from ..._common.dtypes import torch_name
 from ...jit.attention.config import FLOAT16, PACKED_FLOAT4
-from ..checks import BLACKWELL, refuse, resolve_dtype, scalar
+from ..checks import (
+    BLACKWELL,
+    backend_of_ours,
+    check_counters,
+    refuse,
+    resolve_dtype,
+    scalar,
+)
 from ..index_tensors import check_index_vector, host_indices
-from ..wrappers.base import SpecArguments, split_cache
+from ..wrappers.base import SpecArguments
 from ..wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .device_lengths import TableLengths, plan_table_lengths
+from .draft_masks import as_custom_mask, draft_words
 
 Arguments = Mapping[str, Any]
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -40,10 +49,9 @@ def plan_decode(call: Arguments, on_host: bool = False) -> PlannedCall:
     """``trtllm_batch_decode_with_kv_cache``, by the names of its arguments; see `on_host` below."""
     _refuse_others(
         call,
-        "o_sf_scale", "o_sf_vec_size", "mask", "skip_softmax_threshold_scale_factor",
-        "bmm1_scale_log2", "multi_ctas_kv_counter_buffer", "enable_block_sparse_attention",
-        "causal_seqlens_kv_global", "bf16q_fp8kv_transform_mode", "request_order",
-        "request_order_plan",
+        "o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor",
+        "bmm1_scale_log2", "enable_block_sparse_attention", "causal_seqlens_kv_global",
+        "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan",
         o_scale=1.0,
         cp_world=1,
         cp_rank=0,
@@ -56,7 +64,7 @@ def plan_decode(call: Arguments, on_host: bool = False) -> PlannedCall:
         call,
         qo_len=("max_q_len", call["max_q_len"], per_request),
         kv_len=("max_seq_len", call["max_seq_len"]),
-        backend=call["backend"],
+        backend=backend_of_ours(call["backend"]),
         on_host=on_host,
     )
 
@@ -66,7 +74,6 @@ def plan_xqa_decode(call: Arguments, on_host: bool = False) -> PlannedCall:
     refuse(
         "there is no kernel for it",
         o_scale=None if call["o_scale"] == 1.0 else call["o_scale"],
-        mask=call["mask"],
     )
     tokens, rows = call["q_len_per_req"], call["q_cu_seq_lens"]
     tokens = check_count("q_len_per_req", 1 if tokens is None else tokens)
@@ -92,8 +99,8 @@ def plan_context(call: Arguments, on_host: bool = False) -> PlannedCall:
     """``trtllm_batch_context_with_kv_cache``, by the names of its arguments."""
     _refuse_others(
         call,
-        "o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor",
-        "multi_ctas_kv_counter_buffer", "use_fp16_softmax", "uses_spcompress",
+        "o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor", "use_fp16_softmax",
+        "uses_spcompress",
     )  # fmt: skip
     batch_size = call["batch_size"]
     for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
@@ -103,13 +110,12 @@ def plan_context(call: Arguments, on_host: bool = False) -> PlannedCall:
                 f"`{name}` must have {batch_size + 1} elements for `batch_size` {batch_size}, got "
                 f"{len(call[name])}"
             )
-    backend = call["backend"]
     return _plan_call(
         call,
         qo_len=("max_q_len", call["max_q_len"], None),
         kv_len=("max_kv_len", call["max_kv_len"]),
         causal=call["causal"],
-        backend="auto" if backend == "trtllm-gen" else backend,
+        backend=backend_of_ours(call["backend"]),
         on_host=on_host,
     )
 
@@ -119,6 +125,7 @@ def _refuse_others(call: Arguments, *absent: str, **fixed: Any) -> None:
     values = {name: call[name] for name in absent}
     changed = {n: call[n] for n, value in fixed.items() if call[n] != value}
     refuse(BLACKWELL, **values, **changed)
+    check_counters(call["multi_ctas_kv_counter_buffer"])
     if call["uses_shared_paged_kv_idx"] is not True:
         raise ValueError(
             "`uses_shared_paged_kv_idx` must be True: keys and values have one block table, got "
@@ -137,7 +144,7 @@ def _plan_call(
 ) -> PlannedCall:
     """The arguments that all functions have under one name, and the others."""
     same = ("window_left", "out", "sinks", "kv_layout", "enable_pdl", "kv_cache_sf")
-    some = ("out_dtype", "lse", "return_lse")
+    some = ("out_dtype", "lse", "return_lse", "mask")
     return plan_block_tables(
         call["query"],
         call["kv_cache"],
@@ -183,16 +190,18 @@ def plan_block_tables(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     kv_cache_sf: Any = None,
+    mask: torch.Tensor | None = None,
     on_host: bool = False,
 ) -> PlannedCall:
     """A wrapper that has planned, and the arguments of its `run`.
 
-    `qo_len` and `kv_len`: name and value of bounds, and the length of all. With `on_host`, lengths
-    on the GPU are fetched in any case.
+    `qo_len` and `kv_len`: name and value of bounds, and the length of all. A `mask` of drafts takes
+    the place of causality. With `on_host`, lengths on the GPU are fetched in any case.
     """
     for name, tensor in (("query", query), ("out", out)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "query"):
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    kv_cache, kv_cache_sf = _parts_of(kv_cache), _parts_of(kv_cache_sf)
     k, v = split_cache(kv_cache, "kv_cache")
     inner = tuple(k.shape[2 if v is None else 1 : -1])
     if query.ndim != 3 or len(inner) != 2:
@@ -218,21 +227,8 @@ def plan_block_tables(
         o_data_type=out_dtype,
         causal=causal,
     )
-    most = qo_len[1] if qo_len[2] is None else qo_len[2]
-    is_there = isinstance(seq_lens, torch.Tensor) and seq_lens.is_cuda and most is not None
-    is_there = is_there and not on_host
-    is_portable = backend in ("auto", "fa2")
-    wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
-    if is_there and is_portable and (tokens := check_count(qo_len[0], most)) <= _MOST_DECODED:
-        check_count(*kv_len)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
-        lengths = TableLengths(block_tables, seq_lens, cum_seq_lens_q, tokens, page_size)
-        arguments = arguments._replace(causal=causal and tokens > 1)
-        plan_table_lengths(wrapper, arguments, lengths, len(query))
-    else:
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, kv_layout, backend=backend)
-        lengths_ = _host_lengths(seq_lens, cum_seq_lens_q, qo_len[2])
-        _plan_on_host(wrapper, arguments, block_tables, lengths_, page_size, (qo_len[:2], kv_len))
+    batch = _Batch(block_tables, seq_lens, cum_seq_lens_q, qo_len, kv_len, page_size, mask)
+    wrapper = _planned(workspace_buffer, arguments, batch, len(query), kv_layout, backend, on_host)
     run = {
         "q": query,
         "paged_kv_cache": kv_cache,
@@ -248,31 +244,79 @@ def plan_block_tables(
     return PlannedCall(wrapper, run)
 
 
+class _Batch(NamedTuple):
+    """A batch as the caller describes it; see `plan_block_tables`."""
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    cum_seq_lens_q: torch.Tensor | None
+    qo_len: tuple[str, int | None, int | None]
+    kv_len: tuple[str, int]
+    page_size: int
+    mask: torch.Tensor | None
+
+    def most_queries(self) -> int | None:
+        """Query tokens of the longest request, as the caller bounds them."""
+        _, bound, of_all = self.qo_len
+        return bound if of_all is None else of_all
+
+
+def _planned(
+    workspace: torch.Tensor,
+    arguments: SpecArguments,
+    batch: _Batch,
+    qo_tokens: int,
+    kv_layout: str,
+    backend: str,
+    on_host: bool,
+) -> BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper:
+    """A wrapper with the plan of a batch: made on the GPU where the lengths are there."""
+    words, name, most = None, batch.qo_len[0], batch.most_queries()
+    if batch.mask is not None:
+        if most is None:
+            raise ValueError(f"`{name}` must be given with `mask`: a row has as many bits")
+        words = draft_words(batch.mask, qo_tokens, (name, check_count(name, most)))
+        arguments = arguments._replace(causal=False)
+    is_there = isinstance(batch.seq_lens, torch.Tensor) and batch.seq_lens.is_cuda
+    is_there = is_there and most is not None and not on_host and backend in ("auto", "fa2")
+    if is_there and (tokens := check_count(name, most)) <= _MOST_DECODED:
+        check_count(*batch.kv_len)
+        decode = BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout, backend=backend)
+        lengths = TableLengths(*batch[:3], tokens, batch.page_size, words)
+        arguments = arguments._replace(causal=arguments.causal and tokens > 1)
+        plan_table_lengths(decode, arguments, lengths, qo_tokens)
+        return decode
+    prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=backend)
+    _plan_on_host(prefill, arguments, batch, words)
+    return prefill
+
+
 def _plan_on_host(
     wrapper: BatchPrefillWithPagedKVCacheWrapper,
     arguments: SpecArguments,
-    block_tables: torch.Tensor,
-    lengths_and_rows: tuple[torch.Tensor, torch.Tensor],
-    page_size: int,
-    bounds: tuple[tuple[str, int | None], tuple[str, int]],
+    batch: _Batch,
+    words: torch.Tensor | None,
 ) -> None:
-    """Plan with lengths on the host; `bounds`: name and value of those of queries and keys."""
-    lengths, rows = lengths_and_rows
+    """Plan with lengths on the host; `words`: of a mask of drafts."""
+    lengths, rows = _host_lengths(batch.seq_lens, batch.cum_seq_lens_q, batch.qo_len[2])
+    bounds = (batch.qo_len[:2], batch.kv_len)
     for (name, bound), found in zip(bounds, (rows.diff(), lengths), strict=True):
         if bound is not None:
             check_count(name, bound, int(found.max()) if len(found) else 0)
+    page_size = batch.page_size
     counts = (lengths + page_size - 1) // page_size
     a = arguments
     wrapper.plan(
         rows,
         torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
-        _page_numbers(block_tables, counts),
+        _page_numbers(batch.block_tables, counts),
         (lengths - (counts - 1) * page_size).int().clamp(max=page_size),
         a.num_qo_heads,
         a.num_kv_heads,
         a.head_dim_qk,
         page_size,
         head_dim_vo=a.head_dim_vo,
+        custom_mask=None if words is None else as_custom_mask(words, rows, lengths),
         causal=a.causal,
         sm_scale=a.sm_scale,
         window_left=a.window_left,
@@ -326,6 +370,13 @@ def _page_numbers(block_tables: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     inside = torch.arange(block_tables.shape[1]) < counts[:, None]
     places = inside.flatten().nonzero().squeeze(1)  # on the host, which need not wait for a GPU
     return block_tables.reshape(-1)[places.to(block_tables.device)]
+
+
+def _parts_of(cache: Any) -> Any:
+    """Keys and values of a cache whose only part is both, as a pair; others as they are."""
+    if isinstance(cache, torch.Tensor) and cache.ndim == 5 and cache.shape[1] == 1:
+        return cache[:, 0], cache[:, 0]
+    return cache
 
 
 def logits_scale(scale: Scale) -> tuple[float, torch.Tensor | None]:

@@ -57,8 +57,11 @@ bmm2_scale, window_left, out, sinks, kv_layout, enable_pdl
         ``[batch_size + 1]`` int32 or int64: rows of `query` of each request.
     o_scale
         Must be 1.
-    mask
-        Must be left out: trees of drafts are not served.
+    mask : torch.Tensor, optional
+        ``[batch_size, q_len_per_req, words]`` or ``[tokens, words]`` uint16, bits in place of the
+        order of a request's queries, as for trees of drafts: query i sees query j where bit ``j %
+        16`` of its word ``j // 16`` is set, and all keys before them. `words` is ``2 *
+        ceil(q_len_per_req / 32)``, and `q_len_per_req` is above 1.
     kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional
         Scales of a 4-bit `kv_cache` (uint8), as for ``BatchPrefillWithPagedKVCacheWrapper.run``.
 

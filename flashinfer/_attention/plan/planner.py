@@ -16,7 +16,7 @@ from ..._common.driver import get_stream_sm_count
 from ...jit.attention.device_plan import get_attention_device_plan_module
 from ...jit.attention.modules import AttentionModule, CtaSlots
 from ...jit.attention.plan import get_attention_plan_module
-from .requests import AttentionProblem, CustomMask, DeviceLengths, ItemScoring, Requests
+from .requests import AttentionProblem, CustomMask, DeviceLengths, DraftMask, ItemScoring, Requests
 
 ANY_ROWS = 2**31 - 1
 """As the most rows of a request: any number."""
@@ -328,6 +328,8 @@ def bind(
             module.options(launch, kind, *numbers, slopes)
     if isinstance(mask, CustomMask):
         module.mask(launch, mask.bits, mask.indptr)
+    elif isinstance(mask, DraftMask):
+        module.mask(launch, mask.words.view(torch.uint8), None)
     elif isinstance(mask, ItemScoring):
         module.items(launch, *mask)
 

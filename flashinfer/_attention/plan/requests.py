@@ -121,6 +121,17 @@ class CustomMask(NamedTuple):
         return "custom"
 
 
+class DraftMask(NamedTuple):
+    """A mask of the requests' own queries, of which each has 32 at most; keys before are seen."""
+
+    words: torch.Tensor  # [query tokens, 1] int32: bit i of a row for query i of its request
+
+    @property
+    def mode(self) -> str:
+        """As in ``AttentionConfig``."""
+        return "draft"
+
+
 class ItemScoring(NamedTuple):
     """Multi-item scoring; see ``BatchPrefillWithPagedKVCacheWrapper.plan``."""
 
@@ -142,7 +153,7 @@ class PlanTensors(NamedTuple):
     ----------
     kv_indices : torch.Tensor or None
         Page numbers, int32; None for ragged keys.
-    mask : CustomMask, ItemScoring or None
+    mask : CustomMask, DraftMask, ItemScoring or None
         Takes the place of causality.
     alibi_slopes : torch.Tensor or None
         ``[num_qo_heads]`` float32, with ``"ALIBI"``.
@@ -152,7 +163,7 @@ class PlanTensors(NamedTuple):
     """
 
     kv_indices: torch.Tensor | None = None
-    mask: CustomMask | ItemScoring | None = None
+    mask: CustomMask | DraftMask | ItemScoring | None = None
     alibi_slopes: torch.Tensor | None = None
     rows_as_pages: bool = False
 

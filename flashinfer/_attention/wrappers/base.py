@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from ..._common.cache_layout import is_hnd
+from ..._common.cache_layout import is_hnd, split_cache
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import tensor as check_tensor
@@ -460,23 +460,6 @@ def _known_tensors(tensors: PlanTensors) -> dict[str, Any]:
         "maybe_token_pos_in_items_ptr": items and items.token_pos_in_items_ptr,
         "maybe_max_item_len_ptr": items and items.max_item_len_ptr,
     }
-
-
-def split_cache(
-    paged_kv_cache: Any, name: str = "paged_kv_cache"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys and values of a cache, None for values if it holds both."""
-    if isinstance(paged_kv_cache, torch.Tensor):
-        return paged_kv_cache, None
-    if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
-        raise TypeError(
-            f"`{name}` must be a torch.Tensor or a tuple of two, got "
-            f"{type(paged_kv_cache).__name__}"
-        )
-    k, v = paged_kv_cache
-    for i, part in enumerate((k, v)):
-        check_tensor(f"{name}[{i}]", part)
-    return k, v
 
 
 def _narrower(planned: int, window_left: int) -> int:

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention_wrappers import batch_attention_run_trace
@@ -9,7 +10,7 @@ from ..checks import check_profile, soft_cap
 from ..index_tensors import device_indices, host_indices
 from ..plan.mixed import FIRST_WORKSPACE_BYTES, MixedExecutor
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
-from .base import AttentionWrapper, Cache, SpecArguments, split_cache
+from .base import AttentionWrapper, Cache, SpecArguments
 from .paged import PagedWrapper
 
 PROFILE_EVENTS = ("query", "load", "keys", "weights", "values", "output")

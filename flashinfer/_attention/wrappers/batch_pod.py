@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
@@ -13,7 +14,7 @@ from ...trace.templates.pod import batch_pod_run_trace
 from ..checks import refuse, with_data_type
 from ..index_tensors import device_indices, host_indices
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
-from .base import Cache, Result, SpecArguments, results_of, split_cache
+from .base import Cache, Result, SpecArguments, results_of
 from .two_parts import Parts, TwoPartWrapper, mask_of_part
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ..._common.checks import count as check_count
 from ..._common.checks import tensor as check_tensor
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
@@ -14,7 +15,7 @@ from ...jit.attention.config import PACKED_FLOAT4
 from ...jit.attention.ranges import ranges_jit_args
 from ...trace.templates.attention_ranges import bidirectional_ranges_run_trace
 from ..checks import refuse, resolve_dtype, resolve_dtypes
-from .base import Cache, Result, split_cache
+from .base import Cache, Result
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from .plan_arguments import takes_arguments_of
 

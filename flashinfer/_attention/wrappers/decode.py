@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
@@ -21,7 +22,7 @@ from ..index_tensors import (
 from ..plan.launch import GraphCapacity, PlanOptions
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
 from ..plan.spec import AttentionSpec
-from .base import AttentionWrapper, Cache, SpecArguments, returning_lse, split_cache
+from .base import AttentionWrapper, Cache, SpecArguments, returning_lse
 from .paged import PagedWrapper
 from .plan_arguments import DecodeArguments, decode_options, takes_arguments_of
 
@@ -383,8 +384,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper, AttentionWrapper):
         window_left : int, optional
             A window for this layer, within the planned one.
         sinks : torch.Tensor, optional
-            ``[num_qo_heads]`` float32: a logit per head that takes part in the softmax without a
-            value.
+            ``[num_qo_heads]`` float32: a logit per head, in the softmax without a value.
         q_len_per_req : int, optional
             The planned number, or None.
         kv_cache_sf : torch.Tensor or tuple of torch.Tensor, optional

@@ -1,19 +1,18 @@
-"""Prefill attention of a batch over pages:
-``flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper``.
-"""
+"""Prefill attention of a batch over pages: ``BatchPrefillWithPagedKVCacheWrapper``."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from ..._common.cache_layout import split_cache
 from ..._common.checks import count as check_count
 from ..._instrument.decorator import flashinfer_api, flashinfer_constructor
 from ...trace.templates.attention import paged_prefill_run_trace
 from ..checks import BLACKWELL, check_spare_block_tables, refuse
 from ..index_tensors import check_buffer, check_page_numbers, device_indices, host_page_table
 from ..plan.requests import ArgumentNames, AttentionProblem, Requests
-from .base import Cache, returning_lse, split_cache
+from .base import Cache, returning_lse
 from .cached_module import planned_module
 from .paged import PagedWrapper
 from .plan_arguments import PagedArguments, takes_arguments_of, takes_head_dim

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._common.cache_layout import is_hnd
+from ..._common.cache_layout import is_hnd, split_cache
 from ..._common.checks import count as check_count
 from ..._common.checks import flag as check_flag
 from ..._common.checks import named
@@ -31,7 +31,7 @@ from ..index_tensors import (
 )
 from ..plan.launch import GraphCapacity
 from ..plan.requests import ArgumentNames, AttentionProblem, PlanTensors, Requests
-from .base import Cache, Result, SpecArguments, results_of, split_cache
+from .base import Cache, Result, SpecArguments, results_of
 from .two_parts import (
     Parts,
     RunOptions,

@@ -21,7 +21,7 @@ CODE_BLOCK = 128
 PACKED_FLOAT4 = torch.uint8
 """Of keys and values: two 4-bit codes (e2m1) a byte, beside scales of 16 of them (NVFP4)."""
 
-MASK_MODES = ("none", "causal", "custom", "multi_item")
+MASK_MODES = ("none", "causal", "custom", "multi_item", "draft")
 POS_ENCODINGS = ("none", "rope_llama", "alibi")
 TILES = (8, 16, 64, 128)
 DECODE_TILES = TILES[:2]  # whose warps share the keys
@@ -142,7 +142,9 @@ class AttentionConfig(ModuleConfig):
     def _check_second(self) -> None:
         """Refuse options of a second shape that are unknown, or that there is no shape for."""
         has_second = self.tile_q_second > 0
-        modes, encodings = (MASK_MODES, POS_ENCODINGS) if has_second else (("none",), ("none",))
+        modes, encodings = (
+            (MASK_MODES[:-1], POS_ENCODINGS) if has_second else (("none",), ("none",))
+        )
         _check("mask_mode_second", self.mask_mode_second, modes)
         _check("pos_encoding_second", self.pos_encoding_second, encodings)
         flags = (False, True) if has_second else (False,)

@@ -89,6 +89,8 @@ def missing_on_hopper(
         return f"`head_dim_qk`/`head_dim_vo` {head_dims[0]}/{head_dims[1]}: there are {served}"
     if features.pos_encoding == "rope_llama":
         return "`pos_encoding_mode` ROPE_LLAMA: rotate queries and keys before"
+    if getattr(features, "mask_mode", None) == "draft":
+        return "masks of drafts"
     if two_shapes:
         return "launches of prefill and decode together"
     if variant is not None and variant.transforms_operands:

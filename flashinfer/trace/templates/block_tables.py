@@ -52,6 +52,61 @@ def check_rows(q: torch.Tensor, tokens: int, batch_size: int) -> None:
         )
 
 
+def check_offsets(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    call: Arguments,
+    batch_size: int,
+    tokens: int,
+) -> None:
+    """Refuse ``batch_offsets_*`` of requests that do not follow each other.
+
+    Parameters
+    ----------
+    caches : tuple of torch.Tensor
+        Keys and values, in pages.
+    call : mapping
+        All arguments of the function, by name.
+    tokens : int
+        Query tokens of a request.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If offsets are not as described; on a GPU a kernel asserts it, so that no host waits.
+    """
+    given = {name: call.get(f"batch_offsets_{name}") for name in "qokv"}
+    if all(offsets is None for offsets in given.values()):
+        return
+    out, is_paged = call.get("out"), call.get("block_tables") is not None
+    strides = {
+        "q": tokens * q.stride(0),
+        "o": tokens * (q.shape[1] * caches[1].shape[-1] if out is None else out.stride(0)),
+        **{name: None if is_paged else t.stride(0) for name, t in zip("kv", caches, strict=True)},
+    }
+    for name, offsets in given.items():
+        if offsets is not None:
+            _check_offsets(f"batch_offsets_{name}", offsets, batch_size, strides[name])
+
+
+def _check_offsets(name: str, value: Any, batch_size: int, stride: int | None) -> None:
+    """Refuse offsets of requests that are not `stride` elements apart; None: any will do."""
+    offsets = checks.tensor(name, value).reshape(-1)
+    if offsets.dtype not in _INDICES or len(offsets) != batch_size + 1:
+        raise ValueError(
+            f"`{name}` must be int32 or int64 [{batch_size + 1}] for {batch_size} requests, got "
+            f"{offsets.dtype} {list(value.shape)}"
+        )
+    if stride is None:
+        return
+    fits = (offsets == torch.arange(batch_size + 1, device=offsets.device) * stride).all()
+    rule = f"`{name}` must be those of requests that follow each other, {stride} elements apart"
+    if offsets.is_cuda:
+        torch._assert_async(fits, rule)
+    elif not fits:
+        raise ValueError(f"{rule}, got {offsets[:4].tolist()}...")
+
+
 def _known_lengths(name: str, value: Any, bound_name: str, bound: Any) -> torch.Tensor:
     """The lengths, none of which is above the bound."""
     lengths = lengths_of(name, value).long()
@@ -72,8 +127,6 @@ def _gather_cudnn_decode(call: Arguments) -> dict[str, Any]:
     k, v = (checks.tensor(name, call[name], 4).transpose(1, 2) for name in ("k_cache", "v_cache"))
     checks.tensor("workspace_buffer", call["workspace_buffer"])
     checks.flag("is_cuda_graph_compatible", call.get("is_cuda_graph_compatible", False))
-    for name in "qokv":  # queries lie one after the other, keys in pages
-        call.get(f"batch_offsets_{name}")
     tokens = checks.count("q_len_per_req", call.get("q_len_per_req", 1))
     lengths = _known_lengths(
         "actual_seq_lens_kv", call.get("actual_seq_lens_kv"), "max_sequence_kv",
@@ -88,6 +141,7 @@ def _gather_cudnn_decode(call: Arguments) -> dict[str, Any]:
             )
         tables = torch.arange(len(lengths), dtype=torch.int32, device=q.device)[:, None]
     check_rows(q, tokens, len(lengths))
+    check_offsets(q, (call["k_cache"], call["v_cache"]), call, len(lengths), tokens)
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=q.device) * tokens
     window = _window(call.get("window_left", -1))
     return {

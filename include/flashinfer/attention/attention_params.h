@@ -31,9 +31,10 @@ struct VariantParams {
   int32_t window_left;    // keys further back than this are masked; negative: no limit
   uint32_t num_qo_heads;
   uint32_t num_kv_heads;
-  const float* alibi_slopes;               // [num_qo_heads]; null without ALiBi
-  const float* sinks;                      // [num_qo_heads] logits; null without sinks
-  const uint8_t* custom_mask;              // packed little-endian bits, qo_len x kv_len per request
+  const float* alibi_slopes;  // [num_qo_heads]; null without ALiBi
+  const float* sinks;         // [num_qo_heads] logits; null without sinks
+  // Packed little-endian bits, qo_len x kv_len per request; of drafts a word for each query.
+  const uint8_t* custom_mask;
   const int32_t* mask_indptr;              // [batch_size + 1] first byte of each request's mask
   const uint32_t* prefix_len_ptr;          // [batch_size] multi-item scoring
   const uint16_t* token_pos_in_items_ptr;  // [batch_size, token_pos_in_items_len]

@@ -66,8 +66,8 @@ struct FinishedRow {
   uint32_t request, qo_idx, qo_head_idx;
   float largest, sum, scale, factor;
 
-  // Passes m and d to `variant` once, which may change them. The thread with `writes_lse` writes
-  // the row's LSE (base 2).
+  // Passes m and d to `variant` once, which may change them. Writes the row's LSE (base 2) to
+  // `lse`, unless that is null.
   __device__ __forceinline__ FinishedRow(O* output, float* lse, Variant& variant, const View& view,
                                          uint32_t request, uint32_t qo_idx, uint32_t qo_head_idx,
                                          float m, float d, float v_scale)

@@ -11,7 +11,9 @@ struct KeyRange {
   int begin, end;
 };
 
-enum class MaskMode { none, causal, custom, multi_item };
+// `draft`: the latest keys are those of the queries themselves, and a word for each query says
+// which of them it sees; it sees all keys before them.
+enum class MaskMode { none, causal, custom, multi_item, draft };
 
 // One query row of a work item, as masks and variants see it.
 struct QueryRow {
@@ -80,6 +82,12 @@ __device__ __forceinline__ int keys_of_item(const WorkItem& item, int position,
   return static_cast<int>(params.token_pos_in_items_ptr[entry]);
 }
 
+// Which of the queries' own keys a query sees, the earliest the lowest bit. There are at most 32.
+__device__ __forceinline__ uint32_t draft_bits(const WorkItem& item, const QueryRow& row,
+                                               const VariantParams& params) {
+  return reinterpret_cast<const uint32_t*>(params.custom_mask)[item.qo_begin + row.qo_idx];
+}
+
 // Evaluates the masks that are more than a range of keys.
 template <MaskMode kMask>
 __device__ __forceinline__ bool is_visible(const WorkItem& item, const QueryRow& row, int kv_idx,
@@ -95,6 +103,9 @@ __device__ __forceinline__ bool is_visible(const WorkItem& item, const QueryRow&
     const int position = row.qo_idx + item.kv_len - item.qo_len;
     return kv_idx < static_cast<int>(params.prefix_len_ptr[item.request]) ||
            position - kv_idx < keys_of_item(item, position, params);
+  } else if constexpr (kMask == MaskMode::draft) {
+    const int own = kv_idx - (item.kv_len - item.qo_len);
+    return own < 0 || draft_bits(item, row, params) >> min(own, 31) & 1;
   } else {
     return true;
   }

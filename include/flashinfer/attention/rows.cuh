@@ -72,9 +72,10 @@ class TileRows : public RowWeights<Traits> {
   // Whether any of the warp's rows may not see all of its tokens from `first_token` on. Rows ascend
   // with position, so the first has the smallest end and the last the largest beginning.
   __device__ __forceinline__ bool has_hidden_keys(int first_token) const {
-    if constexpr (kReadsMask) return true;
+    if constexpr (kReadsMask && !kMasksLatest) return true;
     const int last_token = first_token + Tile::kWarpKV - 1;
     bool hidden = last_token >= kv_end_;
+    if constexpr (kMasksLatest) hidden |= last_token >= item_.kv_len - item_.qo_len;
     if constexpr (Traits::kMask == MaskMode::causal) {
       hidden |= last_token > __shfl_sync(0xffffffffu, rows_[0][0].last_kv, 0);
     }
@@ -244,6 +245,16 @@ class TileRows : public RowWeights<Traits> {
       const int64_t bit = int64_t{row.qo_idx} * item_.kv_len + first_token;
       mask_words(options.custom_mask + options.mask_indptr[item_.request], bit,
                  has_mask ? count : 0, words);
+    } else if constexpr (Traits::kMask == MaskMode::draft) {
+      const uint32_t bits = has_mask ? draft_bits(item_, row, options) : 0;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const int before = item_.kv_len - item_.qo_len - first_token - 32 * w;
+        words[w] = low_bits(before);
+        if (before >= 0 && before < 32) words[w] |= bits << before;
+        if (before < 0 && before > -32) words[w] |= bits >> -before;
+        words[w] &= low_bits(count - 32 * w);
+      }
     } else {
       const int position = row.qo_idx + item_.kv_len - item_.qo_len;
       const int keys = has_mask ? keys_of_item(item_, position, options) : 0;
@@ -346,10 +357,13 @@ class TileRows : public RowWeights<Traits> {
   static constexpr bool kNegatesLogits = Variant::use_softmax && !Variant::kNegatesQuery;
   static constexpr bool kReadsMask = Traits::kMask == MaskMode::custom ||
                                      Traits::kMask == MaskMode::multi_item ||
-                                     Variant::kHasLogitsMask;
+                                     Traits::kMask == MaskMode::draft || Variant::kHasLogitsMask;
+  // Whether only keys of the queries themselves have a mask.
+  static constexpr bool kMasksLatest = Traits::kMask == MaskMode::draft && !Variant::kHasLogitsMask;
   // Whether a thread's tokens are neighbours, so that it evaluates a mask by words.
   static constexpr bool kReadsWords =
-      (Traits::kMask == MaskMode::custom || Traits::kMask == MaskMode::multi_item) &&
+      (Traits::kMask == MaskMode::custom || Traits::kMask == MaskMode::multi_item ||
+       Traits::kMask == MaskMode::draft) &&
       !Tile::kNarrow;
   static constexpr float kHiddenLogit = Variant::use_softmax ? -math::inf : 0.f;
   static constexpr bool kHidesByBounds =
