@@ -252,7 +252,8 @@ def mm_bf16(
         Programmatic dependent launch of this library's kernel (compute capability 9.0): it may be
         scheduled before the kernel that precedes it ends. Changes no result.
     out : torch.Tensor, optional
-        ``[m, n]``, of `out_dtype`, rows contiguous: receives the result.
+        ``[m, n]``, of `out_dtype`, rows contiguous: receives the result. It may not overlap
+        another argument.
     out_dtype : torch.dtype
         bfloat16; float16 and float32 by this library's kernel alone.
     backend : {"cudnn", "auto", "cublaslt", "tinygemm"}
