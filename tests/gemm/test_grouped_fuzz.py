@@ -253,9 +253,22 @@ def _misaligned(t: torch.Tensor) -> torch.Tensor | None:
 
 
 def _of_no_matrix(name: str) -> Fault:
-    """No weights; indices that name some are refused before."""
+    """No weights; scales of some are refused before."""
     change = replace(name, lambda t: t[:0] if t.ndim == 3 else None)
-    return lambda call: None if "m_indices" in call else change(call)
+
+    def fault(call: dict[str, Any]) -> dict[str, Any] | None:
+        rows = call["a"] if "a" in call else call["x"]
+        return None if "b_scale" in call or not rows.numel() else change(call)
+
+    return fault
+
+
+def _over_weights(call: dict[str, Any]) -> dict[str, Any] | None:
+    """Weights of which the function makes no copy in another order."""
+    weights = call.get("weights")
+    if weights is None or not (call["weight_column_major"] or weights.stride(1) == 1):
+        return None
+    return over("weights")(call)
 
 
 _INDICES = ("m_indptr", "m_indices", "masked_m", "seg_indptr", "weight_indices")
@@ -306,7 +319,8 @@ FAULTS: dict[str, Fault] = {
 KERNEL_FAULTS: dict[str, Fault] = {
     **{f"{name} strided": replace(name, strided) for name in ("a", "b", "x", "out", *_INDICES)},
     **{f"{name} off its vectors": replace(name, _misaligned) for name in ("a", "b", "x")},
-    **{f"out over {name}": over(name) for name in ("weights", "weight_indices")},
+    "out over weights": _over_weights,
+    "out over weight_indices": over("weight_indices"),
     "b of no matrix": _of_no_matrix("b"),
     "weights of no matrix": _of_no_matrix("weights"),
     "out_dtype of integers": put("out_dtype", torch.int32),
