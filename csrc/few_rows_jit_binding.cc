@@ -27,7 +27,7 @@ Norm take_norm(ffi::Args args) {
   norm.parts = args.tensor("parts");
   norm.residual = args.tensor("residual");
   norm.weight = args.tensor("norm_weight");
-  norm.eps = static_cast<float>(args.number("eps"));
+  norm.eps = args.float32("eps", ffi::Zero::allowed);
   args.all_taken();
   return norm;
 }
@@ -48,7 +48,7 @@ void check_norm(const Norm& norm, const FewRowsParams& params, const Tensor& out
   check_wide_rows(residual, kDtype);
   ffi::check_shape(residual, {m, n});
   ffi::check_no_broadcast(residual);
-  check_vector(weight, kDtype, n, 16);
+  check_wide_vector(weight, kDtype, n, 16);
   for (const Tensor& written : {out, residual, parts}) {
     for (const Tensor& read : {a, b, weight}) ffi::check_disjoint(written, read);
   }
@@ -89,7 +89,7 @@ FLASHINFER_FFI_EXPORT(few_rows, args) {
     if (kOutput != FewRowsOutput::kProduct) {
       ffi::raise("ValueError", "`bias` must be None with a gate or a norm");
     }
-    check_vector(bias, kDtype, n, 4);
+    check_wide_vector(bias, kDtype, n, 4);
   }
   for (const ffi::Tensor& in : {a, b, bias}) {
     if (in) ffi::check_disjoint(out, in);

@@ -74,6 +74,18 @@ inline void check_contiguous(const Tensor& tensor) {
   }
 }
 
+// One dimension of `length` elements, without gaps.
+inline void check_vector(const Tensor& tensor, std::initializer_list<DLDataType> allowed,
+                         int64_t length) {
+  check_dtype(tensor, allowed);
+  check_shape(tensor, {length});
+  check_contiguous(tensor);
+}
+
+inline void check_vector(const Tensor& tensor, DLDataType type, int64_t length) {
+  check_vector(tensor, {type}, length);
+}
+
 // Elements from one row to the next when all leading dimensions are seen as one, or a ValueError.
 inline int64_t row_stride(const Tensor& tensor) {
   int64_t stride = -1, rows = 1;
@@ -181,6 +193,12 @@ inline void check_same_device(const Tensor& tensor, const Tensor& like) {
 
 inline bool is_aligned(const Tensor& tensor, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(tensor.data()) % bytes == 0;
+}
+
+inline void check_aligned(const Tensor& tensor, int bytes) {
+  if (!is_aligned(tensor, bytes)) {
+    raise("ValueError", "`%s` must begin at a multiple of %d bytes", tensor.name, bytes);
+  }
 }
 
 // Checks rows that are read or written `alignment` bytes at a time.

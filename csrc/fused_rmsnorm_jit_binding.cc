@@ -36,15 +36,6 @@ void check_block_scale(const ffi::Tensor& scale, int64_t rows, int64_t hidden_si
   ffi::check_contiguous(scale);
 }
 
-void check_aligned(const ffi::Tensor& tensor) {
-  if (tensor && !rows_are_aligned(tensor, 16)) {
-    ffi::raise("ValueError",
-               "`%s` must have every row begin on 16 bytes for quantisation in blocks, got strides "
-               "%s",
-               tensor.name, ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str());
-  }
-}
-
 struct Call {
   ffi::Tensor out, scale, normed, input, residual, weight;
   float eps;
@@ -100,9 +91,7 @@ void check(const Call& call) {
   } else {
     ffi::check_disjoint(out, input);
   }
-  ffi::check_dtype(weight, kDtype);
-  ffi::check_shape(weight, {hidden_size});
-  ffi::check_last_dim_contiguous(weight);
+  ffi::check_vector(weight, kDtype, hidden_size);
   ffi::check_disjoint(out, weight);
   check_optional(call, rows, hidden_size);
   if (rows > INT32_MAX - 4 || hidden_size > INT32_MAX) {
@@ -111,11 +100,9 @@ void check(const Call& call) {
   }
   if (kGroups) {
     for (const ffi::Tensor& tensor : {input, call.residual, call.normed, out}) {
-      check_aligned(tensor);
+      if (tensor) ffi::check_vector_rows(tensor);
     }
-    if (!ffi::is_aligned(weight, 16)) {
-      ffi::raise("ValueError", "`weight` must begin on 16 bytes for quantisation in blocks");
-    }
+    ffi::check_aligned(weight, 16);
   }
   ffi::check_cuda(input);
   for (const ffi::Tensor& tensor : {out, call.scale, call.normed, call.residual, weight}) {

@@ -125,17 +125,9 @@ uint32_t check_floats(const ffi::Tensor& tensor, int64_t count) {
   return 1;
 }
 
-void check_vector(const ffi::Tensor& tensor, DLDataType type, int64_t length) {
-  ffi::check_dtype(tensor, type);
-  ffi::check_shape(tensor, {length});
-  ffi::check_last_dim_contiguous(tensor);
-}
-
 // A vector of int32 or int64; gives the 32-bit numbers from one to the next.
 uint32_t check_numbers(const ffi::Tensor& tensor, int64_t length) {
-  ffi::check_dtype(tensor, {ffi::dtype::int32, ffi::dtype::int64});
-  ffi::check_shape(tensor, {length});
-  ffi::check_last_dim_contiguous(tensor);
+  ffi::check_vector(tensor, {ffi::dtype::int32, ffi::dtype::int64}, length);
   return tensor.dtype().bits / 32;
 }
 
@@ -238,6 +230,28 @@ struct Gate {
   }
 };
 
+// What is written shares no memory with what is read, and all tensors are on one device.
+void check_tensors_together(const Tensors& t, const Gate& gate) {
+  constexpr bool kWritesScales = kDtypeOut.bits == 8 && kBlockScales;
+  const ffi::Tensor read_scale = kWritesScales ? ffi::Tensor() : t.out_scale;
+  const ffi::Tensor written_scale = kWritesScales ? t.out_scale : ffi::Tensor();
+  const auto read = {t.a,         t.b,        t.a_scale,        t.b_scale,   read_scale,
+                     t.bias,      t.groups,   t.weight_indices, t.row_index, t.row_weight,
+                     gate.alphas, gate.betas, gate.limits};
+  for (const ffi::Tensor& tensor : read) {
+    if (!tensor) continue;
+    ffi::check_disjoint(t.out, tensor);
+    if (written_scale) ffi::check_disjoint(written_scale, tensor);
+  }
+  if (written_scale) ffi::check_disjoint(t.out, written_scale);
+  ffi::check_cuda(t.a);
+  for (const ffi::Tensor& tensor : read) {
+    if (tensor) ffi::check_same_device(tensor, t.a);
+  }
+  ffi::check_same_device(t.out, t.a);
+  if (written_scale) ffi::check_same_device(written_scale, t.a);
+}
+
 void run(ffi::Args& args) {
   const Names names = kNames[args.integer_in("names", 0, kNumNames - 1)];
   Tensors t;
@@ -290,7 +304,6 @@ void run(ffi::Args& args) {
   }
   ffi::check_last_dim_contiguous(t.out);
   ffi::check_no_broadcast(t.out);
-  for (const ffi::Tensor* tensor : {&t.a, &t.b}) ffi::check_disjoint(t.out, *tensor);
   if (a.rows > INT32_MAX || b.rows > INT32_MAX || a.k > INT32_MAX || b.batches > INT32_MAX) {
     ffi::raise("ValueError", "`%s` and `%s` must have dimensions below 2^31, got %s and %s",
                t.a.name, t.b.name, t.a.shape_text().c_str(), t.b.shape_text().c_str());
@@ -302,10 +315,14 @@ void run(ffi::Args& args) {
     ffi::check_shape(t.bias, {b.batches, b.rows});
     ffi::check_contiguous(t.bias);
   } else if (t.bias) {
-    check_vector(t.bias, kDtypeOut, b.rows);
+    ffi::check_vector(t.bias, kDtypeOut, b.rows);
   }
   for (const ffi::Tensor& constants : {gate.alphas, gate.betas, gate.limits}) {
-    if (constants) check_vector(constants, ffi::dtype::float32, b.batches);
+    if (constants) ffi::check_vector(constants, ffi::dtype::float32, b.batches);
+  }
+  if (t.b.numel() == 0 && t.out.numel() != 0) {  // the copy engine takes no sizes of zero
+    ffi::raise("ValueError", "`%s` must have matrices with k above 0, got shape %s", t.b.name,
+               t.b.shape_text().c_str());
   }
   params.alpha = static_cast<float>(alpha);
   int64_t num_groups = b.batches;
@@ -321,17 +338,11 @@ void run(ffi::Args& args) {
                                                                                    : num_groups);
     if (t.weight_indices) params.weight_index_stride = check_numbers(t.weight_indices, num_groups);
   }
-  if (t.row_index) check_vector(t.row_index, ffi::dtype::int32, num_rows);
-  if (t.row_weight) check_vector(t.row_weight, ffi::dtype::float32, num_rows);
+  if (t.row_index) ffi::check_vector(t.row_index, ffi::dtype::int32, num_rows);
+  if (t.row_weight) ffi::check_vector(t.row_weight, ffi::dtype::float32, num_rows);
   if (t.a.numel() > 0) a.check_aligned(t.a, kElement);
   if (t.b.numel() > 0) b.check_aligned(t.b, kElement);
-
-  ffi::check_cuda(t.a);
-  for (const ffi::Tensor& tensor :
-       {t.out, t.b, t.a_scale, t.b_scale, t.out_scale, t.bias, t.groups, t.weight_indices,
-        t.row_index, t.row_weight, gate.alphas, gate.betas, gate.limits}) {
-    if (tensor) ffi::check_same_device(tensor, t.a);
-  }
+  check_tensors_together(t, gate);
   if (t.out.numel() == 0) return;
 
   params.a = a.matrix(t.a);
@@ -351,9 +362,8 @@ void run(ffi::Args& args) {
   params.weight_indices =
       t.weight_indices ? static_cast<const int32_t*>(t.weight_indices.data()) : nullptr;
   params.row_weight = t.row_weight ? static_cast<const float*>(t.row_weight.data()) : nullptr;
-  // Without terms nothing would wait for the previous kernel before the result is written.
-  params.starts_early = (layout & kStartsEarly) != 0 && a.k > 0;
-  params.max_ctas = static_cast<uint32_t>(max_ctas < 0 ? 0 : max_ctas);
+  params.starts_early = (layout & kStartsEarly) != 0;
+  params.max_ctas = static_cast<uint32_t>(max_ctas);
 
   const ffi::DeviceGuard guard(t.a);
   ffi::check_launch(gemm(params, ffi::resolve_pdl(enable_pdl, t.a), ffi::current_stream(t.a)));

@@ -71,10 +71,7 @@ void check(const Call& call) {
   for (const ffi::Tensor& tensor : columns) {
     if (tensor) ffi::check_columns(tensor, ffi::dtype::float32, input.dim(2));
   }
-  if (call.input_scale) {
-    ffi::check_dtype(call.input_scale, ffi::dtype::float32);
-    ffi::check_shape(call.input_scale, {1});
-  }
+  if (call.input_scale) ffi::check_vector(call.input_scale, ffi::dtype::float32, 1);
   for (const ffi::Tensor& written : {call.sum, call.normed}) {
     ffi::check_no_broadcast(written);
     for (const ffi::Tensor& tensor : {call.gate, call.scale, call.shift, call.gate_bias,

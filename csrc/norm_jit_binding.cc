@@ -77,9 +77,7 @@ Call take(ffi::Args& args) {
 
 // Checks a vector of one value per column.
 void check_columns(const ffi::Tensor& tensor, int64_t hidden_size, const ffi::Tensor& out) {
-  ffi::check_dtype(tensor, kWeightDtype);
-  ffi::check_shape(tensor, {hidden_size});
-  ffi::check_last_dim_contiguous(tensor);
+  ffi::check_vector(tensor, kWeightDtype, hidden_size);
   ffi::check_disjoint(out, tensor);
 }
 

@@ -7,9 +7,8 @@ namespace flashinfer::ffi {
 
 // [columns], contiguous and at 16 bytes.
 inline void check_columns(const Tensor& tensor, DLDataType dtype, int64_t columns) {
-  check_dtype(tensor, dtype);
-  check_shape(tensor, {columns});
-  check_vector_rows(tensor);
+  check_vector(tensor, dtype, columns);
+  check_aligned(tensor, 16);
 }
 
 // The last dimension of `tensor` is whole vectors, at most `most` of them.

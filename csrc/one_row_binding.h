@@ -16,7 +16,7 @@ inline OneRowParams take_product(const ffi::Tensor& a, const ffi::Tensor& b,
   ffi::check_count(a, "columns", k);
   ffi::check_count(b, "columns", n);
   ffi::check_shape(b, {k, n});
-  if (bias) check_vector(bias, dtype, n, 4);
+  if (bias) check_wide_vector(bias, dtype, n, 4);
   OneRowParams params = {};
   params.a = a.data();
   params.b = b.data();
@@ -36,14 +36,14 @@ inline void take_norm(ffi::Args args, OneRowParams& params, const ffi::Tensor& a
   const DLDataType dtype = a.dtype();
   const ffi::Tensor residual_out = args.tensor("residual_out"), normed = args.tensor("normed_out");
   const ffi::Tensor residual = args.tensor("residual"), weight = args.tensor("norm_weight");
-  params.eps = static_cast<float>(args.number("eps"));
+  params.eps = args.float32("eps", ffi::Zero::allowed);
   args.all_taken();
   const int64_t k = a.dim(1);
   for (const ffi::Tensor& tensor : {residual_out, normed, residual}) {
     check_wide_rows(tensor, dtype);
     ffi::check_shape(tensor, {1, k});
   }
-  check_vector(weight, dtype, k, 16);
+  check_wide_vector(weight, dtype, k, 16);
   ffi::check_disjoint(residual_out, normed);
   for (const ffi::Tensor& made : {residual_out, normed}) {
     for (const ffi::Tensor& tensor : {a, residual, weight, b, bias}) {

@@ -25,9 +25,7 @@ void add_heads(RopeParams& params, const RopeRows& out, int64_t count, const Ten
                bool turns, float scale, bool appends) {
   add_segment(params, RopeRows(), out, count, kDim, turns, scale, appends);
   if (!weight) return;
-  ffi::check_dtype(weight, kDtype);
-  ffi::check_shape(weight, {kDim});
-  ffi::check_last_dim_contiguous(weight);
+  ffi::check_vector(weight, kDtype, kDim);
   params.segments[params.num_segments - 1].norm_weight = weight.data();
 }
 

@@ -44,7 +44,7 @@ void run(ffi::Args& args) {
                  indptr.shape_text().c_str());
     }
   }
-  if (!ffi::is_aligned(out, 4)) ffi::raise("ValueError", "`out` must be aligned to 4 bytes");
+  ffi::check_aligned(out, 4);
   ffi::check_disjoint(out, x);
   ffi::check_cuda(x);
   for (const ffi::Tensor& tensor : {out, indptr, out_indptr}) {

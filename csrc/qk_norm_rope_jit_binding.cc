@@ -178,9 +178,7 @@ void run(ffi::Args& args) {
 
   const int64_t num_tokens = check_qkv(qkv, check_numbers(params, key), params);
   for (int i = 0; i < 2; ++i) {
-    ffi::check_dtype(weights[i], kDtype);
-    ffi::check_shape(weights[i], {int64_t{params.parts[i].num_heads} * params.head_dim});
-    ffi::check_last_dim_contiguous(weights[i]);
+    ffi::check_vector(weights[i], kDtype, int64_t{params.parts[i].num_heads} * params.head_dim);
     params.parts[i].weight = weights[i].data();
   }
   for (int i = 0; i < 3; ++i) {

@@ -40,9 +40,7 @@ void add_turned(RopeParams& params, RopeAlignment& alignment, const Tensor& in, 
   const uint32_t before = params.num_segments;
   add_segment(params, rope_rows(in), out, in.dim(1), dim, true, scale, appends);
   if (!weight) return;
-  ffi::check_dtype(weight, kDtype);
-  ffi::check_shape(weight, {dim});
-  ffi::check_last_dim_contiguous(weight);
+  ffi::check_vector(weight, kDtype, dim);
   alignment.rows(weight);
   alignment.require(ffi::is_aligned(weight, 16));
   if (params.num_segments != before) params.segments[before].norm_weight = weight.data();

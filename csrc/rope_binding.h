@@ -59,9 +59,7 @@ inline void add_segment(RopeParams& params, const RopeRows& in, const RopeRows& 
 }
 
 inline void check_positions(RopeParams& params, const ffi::Tensor& pos_ids, int64_t num_tokens) {
-  ffi::check_dtype(pos_ids, {ffi::dtype::int32, ffi::dtype::int64});
-  ffi::check_shape(pos_ids, {num_tokens});
-  ffi::check_last_dim_contiguous(pos_ids);
+  ffi::check_vector(pos_ids, {ffi::dtype::int32, ffi::dtype::int64}, num_tokens);
   params.pos_ids = pos_ids.data();
   params.pos_ids_are_64_bit = pos_ids.dtype().bits == 64;
 }

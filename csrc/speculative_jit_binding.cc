@@ -49,11 +49,9 @@ void check(const Call& call) {
   ffi::check_shape(draft_token_ids, {num_rows, num_drafts});
   ffi::check_shape(token_ids, {num_rows, num_drafts + 1});
   for (const ffi::Tensor& tensor : {accepted, emitted}) {
-    ffi::check_dtype(tensor, ffi::dtype::int32);
-    ffi::check_shape(tensor, {num_rows});
+    ffi::check_vector(tensor, ffi::dtype::int32, num_rows);
   }
-  for (const ffi::Tensor& tensor :
-       {draft_probs, draft_token_ids, target_probs, token_ids, accepted, emitted}) {
+  for (const ffi::Tensor& tensor : {draft_probs, draft_token_ids, target_probs, token_ids}) {
     ffi::check_contiguous(tensor);
   }
   ffi::check_disjoint(accepted, emitted);

@@ -25,10 +25,7 @@ const int32_t* row_ints(const ffi::Tensor& tensor) {
 }
 
 void check_row_ints(const ffi::Tensor& tensor, int64_t num_rows) {
-  if (!tensor) return;
-  ffi::check_dtype(tensor, ffi::dtype::int32);
-  ffi::check_shape(tensor, {num_rows});
-  ffi::check_last_dim_contiguous(tensor);
+  if (tensor) ffi::check_vector(tensor, ffi::dtype::int32, num_rows);
 }
 
 void check_out(const ffi::Tensor& tensor, int64_t num_rows, int64_t k, const ffi::Tensor& input) {

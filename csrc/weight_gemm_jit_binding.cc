@@ -48,18 +48,7 @@ struct Tensors {
 // A matrix whose rows are contiguous and begin on 16 bytes; `rank` 3 has groups in front.
 void check_rows(const ffi::Tensor& tensor, int rank) {
   ffi::check_ndim(tensor, rank, rank);
-  ffi::check_last_dim_contiguous(tensor);
-  bool aligned = ffi::is_aligned(tensor, 16);
-  for (int i = 0; i < rank - 1; ++i) {
-    aligned &= tensor.dim(i) <= 1 || tensor.stride(i) * tensor.itemsize() % 16 == 0;
-  }
-  if (!aligned) {
-    ffi::raise("ValueError",
-               "`%s` must begin at a multiple of 16 bytes and have strides that are such "
-               "multiples, got shape %s with strides %s",
-               tensor.name, tensor.shape_text().c_str(),
-               ffi::list_text(tensor.dl->strides, tensor.ndim()).c_str());
-  }
+  ffi::check_vector_rows(tensor);
 }
 
 int64_t stride_of_rows(const ffi::Tensor& tensor) {
@@ -115,19 +104,10 @@ void fill_gates(WeightGemmParams& params, Tensors& t, ffi::Args& args) {
   }
 }
 
-void check_vector(const ffi::Tensor& tensor, DLDataType type, int64_t length) {
-  ffi::check_dtype(tensor, type);
-  ffi::check_shape(tensor, {length});
-  ffi::check_last_dim_contiguous(tensor);
-}
-
 void check_bias(const ffi::Tensor& bias, int64_t groups, int64_t n, bool grouped) {
+  if (!grouped) return ffi::check_vector(bias, kDtypeOut, n);
   ffi::check_dtype(bias, kDtypeOut);
-  if (grouped) {
-    ffi::check_shape(bias, {groups, n});
-  } else {
-    ffi::check_shape(bias, {n});
-  }
+  ffi::check_shape(bias, {groups, n});
   ffi::check_contiguous(bias);
 }
 
@@ -161,18 +141,20 @@ void run(ffi::Args& args) {
   ffi::check_shape(t.out, {m, kGated ? n / 2 : n});
   ffi::check_last_dim_contiguous(t.out);
   ffi::check_no_broadcast(t.out);
-  ffi::check_disjoint(t.out, t.a);
-  ffi::check_disjoint(t.out, t.weights);
   if (t.bias) check_bias(t.bias, groups, n, grouped);
   if (t.alpha) {
-    check_vector(t.alpha, ffi::dtype::float32, t.alpha.numel() == 1 ? 1 : groups);
+    ffi::check_vector(t.alpha, ffi::dtype::float32, t.alpha.numel() == 1 ? 1 : groups);
   }
   if (grouped) {
-    check_vector(t.offsets, ffi::dtype::int32, groups + 1);
-    if (t.row_index) check_vector(t.row_index, ffi::dtype::int32, m);
+    ffi::check_vector(t.offsets, ffi::dtype::int32, groups + 1);
+    if (t.row_index) ffi::check_vector(t.row_index, ffi::dtype::int32, m);
   }
   for (const ffi::Tensor& gate : t.gates) {
-    if (gate) check_vector(gate, ffi::dtype::float32, groups);
+    if (gate) ffi::check_vector(gate, ffi::dtype::float32, groups);
+  }
+  if (t.weights.numel() == 0 && t.out.numel() != 0) {  // the copy engine takes no sizes of zero
+    ffi::raise("ValueError", "`%s` must have matrices with k above 0, got shape %s", t.weights.name,
+               t.weights.shape_text().c_str());
   }
   // A tile has at least one row.
   const int64_t full_tiles = ceil_div<int64_t>(m, FLASHINFER_CFG_TOKENS);
@@ -184,9 +166,14 @@ void run(ffi::Args& args) {
                t.weights.name, t.a.shape_text().c_str(), t.weights.shape_text().c_str());
   }
 
+  const auto read = {t.a,       t.weights,   t.scales,   t.alpha,    t.bias,
+                     t.offsets, t.row_index, t.gates[0], t.gates[1], t.gates[2]};
+  for (const ffi::Tensor& tensor : read) {
+    if (tensor) ffi::check_disjoint(t.out, tensor);
+  }
   ffi::check_cuda(t.a);
-  for (const ffi::Tensor& tensor : {t.out, t.weights, t.scales, t.alpha, t.bias, t.offsets,
-                                    t.row_index, t.gates[0], t.gates[1], t.gates[2]}) {
+  ffi::check_same_device(t.out, t.a);
+  for (const ffi::Tensor& tensor : read) {
     if (tensor) ffi::check_same_device(tensor, t.a);
   }
   if (t.out.numel() == 0) return;

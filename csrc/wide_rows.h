@@ -18,13 +18,10 @@ inline void check_wide_rows(const ffi::Tensor& tensor, DLDataType dtype) {
   }
 }
 
-inline void check_vector(const ffi::Tensor& tensor, DLDataType dtype, int64_t size, int bytes) {
-  ffi::check_dtype(tensor, dtype);
-  ffi::check_shape(tensor, {size});
-  ffi::check_last_dim_contiguous(tensor);
-  if (!ffi::is_aligned(tensor, bytes)) {
-    ffi::raise("ValueError", "`%s` must be aligned to %d bytes", tensor.name, bytes);
-  }
+inline void check_wide_vector(const ffi::Tensor& tensor, DLDataType dtype, int64_t size,
+                              int bytes) {
+  ffi::check_vector(tensor, dtype, size);
+  ffi::check_aligned(tensor, bytes);
 }
 
 }  // namespace flashinfer

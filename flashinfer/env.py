@@ -403,17 +403,17 @@ _NOT_READ = """
 
 
 @contextlib.contextmanager
-def temporary(name: str, value: str) -> Iterator[None]:
+def temporary(key: str, value: str) -> Iterator[None]:
     """Set a variable of this process's environment for a while."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+    before = os.environ.get(key)
+    os.environ[key] = value
     try:
         yield
     finally:
         if before is None:
-            os.environ.pop(name, None)
+            os.environ.pop(key, None)
         else:
-            os.environ[name] = before
+            os.environ[key] = before
 
 
 def child_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

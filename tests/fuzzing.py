@@ -152,6 +152,21 @@ def put(name: str, value: Any) -> Fault:
     return lambda arguments: {**arguments, name: value} if name in arguments else None
 
 
+def over(name: str) -> Fault:
+    """Fault whose result lies where argument `name` does, both with their strides."""
+
+    def fault(arguments: dict[str, Any]) -> dict[str, Any] | None:
+        pair = {key: arguments.get(key) for key in (name, "out")}
+        if not all(isinstance(t, torch.Tensor) and t.numel() for t in pair.values()):
+            return None
+        size = max(t.untyped_storage().nbytes() for t in pair.values()) // 16 + 1
+        at = pair[name].new_zeros(16 * size, dtype=torch.uint8)
+        views = {k: at.view(t.dtype).as_strided(t.shape, t.stride()) for k, t in pair.items()}
+        return arguments | views
+
+    return fault
+
+
 # ---- the verdict -------------------------------------------------------------------------------
 
 

@@ -143,7 +143,7 @@ class Routine:
     captures : bool
         Whether a CUDA graph can hold the call; one that copies from the host's memory cannot.
     backends : Mapping[str, Backend]
-        The backends by name; the first one is the default.
+        The backends by name; the first one is the default. Without any there is ``"cuda"``, `api`.
     """
 
     name: str
@@ -152,11 +152,15 @@ class Routine:
     build: Callable[[Namespace, str], Arguments]
     reads: Sequence[str]
     writes: Sequence[str]
-    backends: Mapping[str, Backend]
+    backends: Mapping[str, Backend] = dataclasses.field(default_factory=dict)
     flops: Callable[[Namespace], int] | None = None
     fresh: Callable[[Arguments], int] | None = None
     check_options: Callable[[Any, Arguments], CheckOptions] | None = None
     captures: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.backends:
+            object.__setattr__(self, "backends", {"cuda": Backend(self.api)})
 
     def nbytes(self, arguments: Mapping[str, Any]) -> int:
         """Bytes that a call must move, from its arguments."""

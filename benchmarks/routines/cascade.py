@@ -8,7 +8,7 @@ import torch
 
 from flashinfer.testing import make_tensor
 
-from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
+from .base import Arguments, Flag, Routine, dtype_name, positive, register, torch_dtype
 
 _TOKENS = Flag("batch_size", positive, 4096, "tokens")
 _HEADS = [
@@ -55,7 +55,6 @@ register(
         reads=["v", "s"],
         writes=[],
         fresh=_merged_bytes,
-        backends={"cuda": Backend("flashinfer.cascade:merge_states")},
     )
 )
 register(
@@ -67,7 +66,6 @@ register(
         reads=["v_a", "s_a", "v_b", "s_b"],
         writes=[],
         fresh=lambda arguments: arguments["v_a"].nbytes + arguments["s_a"].nbytes,
-        backends={"cuda": Backend("flashinfer.cascade:merge_state")},
     )
 )
 register(
@@ -78,7 +76,6 @@ register(
         build=_build_pair,
         reads=["v", "s", "v_other", "s_other"],
         writes=["v", "s"],
-        backends={"cuda": Backend("flashinfer.cascade:merge_state_in_place")},
     )
 )
 
@@ -107,6 +104,5 @@ register(
         build=_build_concat,
         reads=["k_nope", "k_rope"],
         writes=["k"],
-        backends={"cuda": Backend("flashinfer.concat_ops:concat_mla_k")},
     )
 )

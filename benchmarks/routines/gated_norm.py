@@ -8,7 +8,7 @@ import torch
 
 from flashinfer.testing import make_tensor
 
-from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
+from .base import Arguments, Flag, Routine, dtype_name, positive, register, torch_dtype
 
 _DTYPE = Flag("input_dtype", dtype_name, "bfloat16", "dtype of the input")
 
@@ -127,6 +127,5 @@ for _name, _flags, _build, _reads, _writes in (
             build=_build,
             reads=_reads.split(),
             writes=_writes.split(),
-            backends={"cuda": Backend(f"flashinfer.norm:{_name}")},
         )
     )

@@ -198,7 +198,6 @@ register(
         check_options=lambda template, arguments: _options(
             12.0 * arguments["input"].shape[1] ** 0.5, 64
         ),
-        backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_bf16")},
     )
 )
 register(
@@ -218,7 +217,6 @@ register(
         check_options=lambda template, arguments: _options(
             12.0 * arguments["input"].shape[1] ** 0.5, 64
         ),
-        backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_rope_append_bf16")},
     )
 )
 register(
@@ -233,7 +231,6 @@ register(
         check_options=lambda template, arguments: _options(
             8.0 * arguments["a"].shape[1] ** 0.5, 64
         ),
-        backends={"cuda": Backend("flashinfer.gemm:mm_silu_and_mul_bf16")},
     )
 )
 register(
@@ -252,7 +249,6 @@ register(
         check_options=lambda template, arguments: _options(
             12.0 * arguments["input"].shape[1] ** 0.5, 64
         ),
-        backends={"cuda": Backend("flashinfer.gemm:add_rmsnorm_mm_route_bf16")},
     )
 )
 register(
@@ -267,7 +263,6 @@ register(
         check_options=lambda template, arguments: _options(
             12.0 * arguments["a"].shape[1] ** 0.5, 64
         ),
-        backends={"cuda": Backend("flashinfer.gemm:mm_add_rmsnorm_bf16")},
     )
 )
 register(
@@ -283,7 +278,6 @@ register(
         reads=["input", "weight", "input_scale", "weight_scale"],
         writes=["out", "out_scale"],
         flops=lambda case: int(4 * case.batch_size * case.intermediate_size * case.hidden_size),
-        backends={"cuda": Backend("flashinfer.gemm:fp8_blockscale_gemm_swiglu_sm90")},
     )
 )
 register(
@@ -298,7 +292,6 @@ register(
         check_options=lambda template, arguments: _options(
             4.0 * arguments["a"].shape[1] ** 0.5, 4096
         ),
-        backends={"cuda": Backend("flashinfer.gemm:gemm_fp8_nt_groupwise")},
     )
 )
 register(
@@ -313,6 +306,5 @@ register(
         check_options=lambda template, arguments: _options(
             64.0 * arguments["input"].shape[1] ** 0.5, 64
         ),
-        backends={"cuda": Backend("flashinfer.gemm:weight_only_linear")},
     )
 )

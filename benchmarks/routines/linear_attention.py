@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from flashinfer.testing import CheckOptions, ErrorBound, error_bound, make_tensor
 
-from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
+from .base import Arguments, Flag, Routine, dtype_name, positive, register, torch_dtype
 
 _BF16 = torch.bfloat16
 _STATE = Flag("state_dtype", dtype_name, "bfloat16", "dtype of the states")
@@ -129,7 +129,6 @@ register(
         reads=["q", "k", "v", "a", "b", "state"],
         writes=["state", "output"],
         check_options=_check_decode,
-        backends={"cuda": Backend("flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose")},
     )
 )
 register(
@@ -146,7 +145,6 @@ register(
         writes=["output", "output_state"],
         flops=_flops,
         check_options=_check_prefill,
-        backends={"cuda": Backend("flashinfer.gdn_prefill:chunk_gated_delta_rule")},
     )
 )
 register(
@@ -164,7 +162,6 @@ register(
         writes=["output"],
         flops=_flops,
         check_options=_check_prefill,
-        backends={"cuda": Backend("flashinfer.kda:recurrent_kda")},
     )
 )
 register(
@@ -183,6 +180,5 @@ register(
         reads=["x", "B", "C", "state"],
         writes=["state", "out"],
         check_options=_check_decode,
-        backends={"cuda": Backend("flashinfer.mamba:selective_state_update")},
     )
 )

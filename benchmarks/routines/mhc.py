@@ -9,7 +9,7 @@ import torch
 
 from flashinfer.testing import CheckOptions, error_bound, make_tensor
 
-from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
+from .base import Arguments, Flag, Routine, dtype_name, positive, register, torch_dtype
 
 _SHAPE = [
     Flag("batch_size", positive, 1024, "tokens"),
@@ -96,6 +96,5 @@ for _name, _flags, _build, _reads, _fresh in (
             writes=[],
             fresh=_fresh,
             check_options=_options,
-            backends={"cuda": Backend(f"flashinfer:{_name}")},
         )
     )

@@ -8,7 +8,7 @@ import torch
 
 from flashinfer.testing import CheckOptions, error_bound, make_tensor
 
-from .base import Arguments, Backend, Flag, Routine, positive, register
+from .base import Arguments, Flag, Routine, positive, register
 
 _BLOCK = 128
 _GROUPS = {"int4": 128, "mxfp4": 32, "nvfp4": 16}
@@ -123,6 +123,5 @@ register(
         fresh=_weight_bytes,
         flops=_flops,
         check_options=_options,
-        backends={"cuda": Backend("flashinfer.fused_moe:cutlass_fused_moe")},
     )
 )

@@ -8,7 +8,7 @@ import torch
 
 from flashinfer.testing import CheckOptions, ErrorBound, make_tensor
 
-from .base import Arguments, Backend, Flag, Routine, positive, register
+from .base import Arguments, Flag, Routine, positive, register
 
 _BLOCK = 128
 
@@ -132,7 +132,6 @@ for _name, _build in (("shrink_pairs", _build_shrink), ("expand_pairs", _build_e
             fresh=_matrix_bytes,
             flops=_adapter_flops,
             check_options=lambda template, arguments: _loose(0.02),
-            backends={"cuda": Backend(_api)},
         )
     )
 register(
@@ -146,6 +145,5 @@ register(
         fresh=_mixture_bytes,
         flops=_mixture_flops,
         check_options=lambda template, arguments: _loose(0.1),
-        backends={"cuda": Backend("flashinfer.fused_moe:mono_moe")},
     )
 )

@@ -128,7 +128,6 @@ register(
         reads=["append_key", "append_value", *_INDICES],
         writes=[],
         fresh=_written("append_key", "append_value"),
-        backends={"cuda": Backend("flashinfer.page:append_paged_kv_cache")},
     )
 )
 for _name, _build, _places in (
@@ -158,7 +157,6 @@ register(
         reads=["append_ckv", "append_kpe", *_INDICES],
         writes=[],
         fresh=_written("append_ckv", "append_kpe"),
-        backends={"cuda": Backend("flashinfer.page:append_paged_mla_kv_cache")},
     )
 )
 
@@ -182,7 +180,6 @@ register(
         reads=["append_indptr", "seq_lens"],
         writes=[],
         fresh=lambda arguments: 8 * arguments["nnz"],
-        backends={"cuda": Backend("flashinfer.page:get_batch_indices_positions")},
     )
 )
 
@@ -205,6 +202,5 @@ register(
         reads=["kv_indptr", "kv_last_page_len"],
         writes=[],
         fresh=lambda arguments: arguments["kv_last_page_len"].nbytes,
-        backends={"cuda": Backend("flashinfer.page:get_seq_lens")},
     )
 )

@@ -115,7 +115,6 @@ def _block_quant(name: str, argument: str, block: int, bits: int, factor: int = 
             reads=[argument],
             writes=[],
             fresh=fresh,
-            backends={"cuda": Backend(api)},
         )
     )
 
@@ -156,7 +155,6 @@ def _experts_quant(name: str, block: int, bits: int, *, masked: bool, factor: in
             reads=["a"],
             writes=[],
             fresh=fresh,
-            backends={"cuda": Backend(api)},
         )
     )
 
@@ -192,7 +190,6 @@ for _name, _flags, _build in (
             reads=["x"],
             writes=[],
             fresh=lambda arguments: arguments["x"].numel() // 8,
-            backends={"cuda": Backend(f"flashinfer.quantization:{_name}")},
             captures=_name == "packbits",
         )
     )
@@ -248,6 +245,5 @@ for _name, _flags, _build, _reads, _writes in (
             build=_build,
             reads=_reads,
             writes=_writes,
-            backends={"cuda": Backend(f"flashinfer.norm:{_name}")},
         )
     )

@@ -9,7 +9,7 @@ import torch
 
 from flashinfer.testing import make_tensor
 
-from .base import Arguments, Backend, Flag, Routine, dtype_name, positive, register, torch_dtype
+from .base import Arguments, Flag, Routine, dtype_name, positive, register, torch_dtype
 
 _TOKENS = Flag("batch_size", positive, 8192, "tokens")
 _DTYPE = Flag("input_dtype", dtype_name, "bfloat16", "dtype of q and k")
@@ -173,7 +173,6 @@ def _rotation(name: str, more: list[Flag], build, tensors: list[str], where: lis
                 reads=[*tensors, *where],
                 writes=tensors if inplace else [],
                 fresh=None if inplace else copied_bytes,
-                backends={"cuda": Backend(api)},
             )
         )
 
@@ -204,7 +203,6 @@ for _name, _flags, _build, _more in (
             reads=[*_INPUTS, *_more],
             writes=[],
             fresh=_quantized_bytes,
-            backends={"cuda": Backend(f"flashinfer.rope:{_name}")},
         )
     )
 
@@ -217,7 +215,6 @@ register(
         reads=["q", "k", "v", "cos_sin_cache", "pos_ids", "batch_indices", "positions"],
         writes=["q"],
         fresh=_appended_bytes,
-        backends={"cuda": Backend("flashinfer.rope:rope_append_paged_kv_cache")},
     )
 )
 
@@ -265,6 +262,5 @@ register(
         reads=["qkv", "q_weight", "k_weight"],
         writes=[],
         fresh=_video_bytes,
-        backends={"cuda": Backend("flashinfer.norm:fused_qk_rmsnorm_rope")},
     )
 )

@@ -302,7 +302,7 @@ def _described(call: _Call, template: TraceTemplate | Effects, leaves: list[Any]
     def fake(*leaves: Any) -> Any:
         return as_returns(fake_results(template, call.arguments(leaves), fresh))
 
-    arrangement = _arrangement(call, template, arguments, leaves, written, fresh)
+    arrangement = _arrangement(call, template, leaves, written, fresh)
     return _Described(ids, len(fresh), _finish(template, len(fresh)), fake, arrangement)
 
 
@@ -423,7 +423,6 @@ def _invocation(call: _Call, leaves: list[Any]) -> Invocation:
 def _arrangement(
     call: _Call,
     template: TraceTemplate,
-    arguments: Mapping[str, Any],
     leaves: list[Any],
     written: Mapping[str, list[int]],
     fresh: list[str],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .. import env
+from .._common import checks
 from . import listeners, store
 from .autotuner import AutoTuner
 from .measure import MeasurementPolicy
@@ -46,19 +48,23 @@ def autotune(
 
     Raises
     ------
-    ValueError
-        If an argument has a value that is not listed above.
+    TypeError, ValueError
+        If an argument is not as listed above.
 
     Examples
     --------
     >>> with flashinfer.autotuner.autotune(cache=None):
     ...     pass  # run the model once for each batch size that is to come
     """
-    if tuning_buckets is not None and not tuning_buckets:
-        raise ValueError("`tuning_buckets` must hold a size, got none")
-    if cuda_graph_profile_replays is not None and cuda_graph_profile_replays < 1:
-        raise ValueError(
-            f"`cuda_graph_profile_replays` must be at least 1, got {cuda_graph_profile_replays}"
+    checks.flag("tune_mode", tune_mode)
+    checks.optional_flag("round_up", round_up)
+    buckets = None if tuning_buckets is None else _sizes(tuning_buckets)
+    skipped = _names(skip_ops)
+    if cuda_graph_profile_replays is not None:
+        checks.count("cuda_graph_profile_replays", cuda_graph_profile_replays)
+    if not isinstance(measurement, (MeasurementPolicy, type(None))):
+        raise TypeError(
+            f"`measurement` must be a MeasurementPolicy or None, got {type(measurement).__name__}"
         )
     tuner = AutoTuner.get()
     if cache is None and env.FLASHINFER_AUTOTUNER_LOAD_FROM_FILE.get():
@@ -66,12 +72,11 @@ def autotune(
     elif cache is not None and Path(cache).exists():
         tuner.load_configs(cache)
     before = tuner._mode
-    skipped = {skip_ops} if isinstance(skip_ops, str) else set(skip_ops or ())
     tuner._mode = replace(
         before,
         tune=bool(tune_mode),
-        skip_ops=frozenset(skipped),
-        buckets=before.buckets if tuning_buckets is None else tuple(sorted(set(tuning_buckets))),
+        skip_ops=skipped,
+        buckets=before.buckets if buckets is None else buckets,
         round_up=before.round_up if round_up is None else bool(round_up),
         replays=cuda_graph_profile_replays or before.replays,
         policy=measurement or before.policy,
@@ -86,3 +91,26 @@ def autotune(
         listeners.tell()
         if not before.tune:
             tuner._timers.clear()  # they hold the memory that they write to
+
+
+def _sizes(tuning_buckets: Any) -> tuple[int, ...]:
+    """Sizes, in order."""
+    if not isinstance(tuning_buckets, Iterable) or isinstance(tuning_buckets, str):
+        raise TypeError(
+            f"`tuning_buckets` must be a tuple of int, got {type(tuning_buckets).__name__}"
+        )
+    sizes = {checks.count("tuning_buckets", size) for size in tuning_buckets}
+    if not sizes:
+        raise ValueError("`tuning_buckets` must hold a size, got none")
+    return tuple(sorted(sizes))
+
+
+def _names(skip_ops: Any) -> frozenset[str]:
+    """Names of operations."""
+    names = (skip_ops,) if isinstance(skip_ops, str) else () if skip_ops is None else skip_ops
+    if not isinstance(names, Iterable):
+        raise TypeError(f"`skip_ops` must be a str or a set of them, got {type(names).__name__}")
+    for name in (names := [*names]):
+        if not isinstance(name, str):
+            raise TypeError(f"`skip_ops` must have names, got {type(name).__name__}")
+    return frozenset(names)

@@ -147,7 +147,7 @@ class MoERunner(TunableRunner):
         view = weights.get_view(self.backend_key)
         return [hidden, ids, scales, *(view[name] for name in sorted(view))]
 
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[Any]:
+    def get_valid_tactics(self, inputs: list[torch.Tensor], _profile: Any) -> list[Any]:
         """The kernels' own choice alone."""
         return [-1]
 

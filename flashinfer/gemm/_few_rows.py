@@ -24,7 +24,7 @@ def takes(a: Any, b: Any) -> bool:
     # The transpose of a weight, which is the usual case, first.
     if b.ndim != 2 or b.stride(0) == 1 or b.stride(1) != 1 or a.ndim != 2 or not a.is_cuda:
         return False
-    return 1 <= len(a) <= ROWS and len(b) <= _MOST_K
+    return 1 <= len(a) <= ROWS and 1 <= len(b) <= _MOST_K
 
 
 def product_kernel(device: torch.device, m: int, n: int, k: int) -> tuple[Kernel, int]:

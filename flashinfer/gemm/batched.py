@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 
 from .._common.checks import cuda_tensors
+from .._common.checks import dtype as check_out_dtype
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
@@ -58,9 +59,7 @@ def _check_operands(
         check_dtype(name, scale.dtype, (torch.float32,))
         if scale.numel() != 1:
             raise ValueError(f"`{name}` must have one element, got shape {list(scale.shape)}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"`dtype` must be a torch.dtype, got {type(dtype).__name__}")
-    check_dtype("dtype", dtype, (torch.bfloat16, torch.float16))
+    check_out_dtype("dtype", dtype, (torch.bfloat16, torch.float16))
     check_out(out, (batch, m, n), dtype)
     check_same_device(A=A, B=B, A_scale=A_scale, B_scale=B_scale, out=out)
     return True

@@ -11,11 +11,13 @@ from .._common.checks import dtype as check_out_dtype
 from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import check_dtype
+from .._common.overlap import check_disjoint, extent
 from .._instrument.decorator import flashinfer_api
 from .._instrument.questions import Runs, says_where_it_runs, since
 from ..autotuner.listeners import call_on_change
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
+from ._checks import check_same_device
 from ._choice import GemmProblem
 from ._few_rows import product_kernel, takes
 from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel
@@ -29,7 +31,8 @@ on one H200 over the shapes of docs/tuning/gemm.md."""
 _Call = Callable[..., Any]
 _products: dict[tuple[Any, ...], _Call] = {}  # empty while calls are tuned
 call_on_change(_products.clear)
-_checked: set[tuple[Any, ...]] = set()  # forms of operands and results that cuBLASLt takes
+# Forms of result, operands and bias that cuBLASLt takes, with the bytes that each reaches over.
+_checked: dict[tuple[Any, ...], tuple[int, ...]] = {}
 _MOST_PRODUCTS = 1 << 14
 
 
@@ -65,8 +68,12 @@ def _check_operands(names: int, a: Any, b: Any) -> None:
         raise ValueError(f"`{right}` must be contiguous along k, got strides {list(b.stride())}")
 
 
-def _check_results(out: Any, bias: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    columns = shape[-1]
+def _check_results(
+    names: int, out: Any, a: torch.Tensor, b: torch.Tensor, bias: Any, dtype: torch.dtype
+) -> None:
+    """Refuse what does not go with operands that have been checked."""
+    columns = b.shape[-1]
+    shape = (*a.shape[:-1], columns)
     check_tensor("out", out)
     check_dtype("out", out.dtype, (dtype,))
     if out.shape != shape:
@@ -79,22 +86,29 @@ def _check_results(out: Any, bias: Any, shape: tuple[int, ...], dtype: torch.dty
         raise ValueError(
             f"`out` must have contiguous rows that do not overlap, got strides {list(out.stride())}"
         )
-    if bias is None:
-        return
-    check_tensor("bias", bias)
-    check_dtype("bias", bias.dtype, (dtype,))
-    if bias.shape != (columns,) or (columns > 1 and bias.stride(0) != 1):
-        raise ValueError(
-            f"`bias` must have shape [{columns}] and be contiguous, got shape {list(bias.shape)} "
-            f"with strides {list(bias.stride())}"
-        )
+    if bias is not None:
+        check_tensor("bias", bias)
+        check_dtype("bias", bias.dtype, (dtype,))
+        if bias.shape != (columns,) or (columns > 1 and bias.stride(0) != 1):
+            raise ValueError(
+                f"`bias` must have shape [{columns}] and be contiguous, got shape "
+                f"{list(bias.shape)} with strides {list(bias.stride())}"
+            )
+    left, right, _ = _CALLED[names]
+    check_same_device(**{left: a, right: b}, out=out, bias=bias)
+    _check_apart(names, out, a, b, bias)
+
+
+def _check_apart(names: int, out: Any, a: torch.Tensor, b: torch.Tensor, bias: Any) -> None:
+    left, right, _ = _CALLED[names]
+    check_disjoint("out", out, **{left: a, right: b}, bias=bias)
 
 
 def _form(argument: Any) -> Any:
     """All of an argument that a check of it reads, in a third of the check's time."""
     if not isinstance(argument, torch.Tensor):
         return type(argument)
-    return argument.shape, argument.stride(), argument.dtype
+    return argument.shape, argument.stride(), argument.dtype, argument.device
 
 
 def _choose(arguments: tuple[Any, ...], backend: str) -> _Call:
@@ -115,6 +129,8 @@ def _choose(arguments: tuple[Any, ...], backend: str) -> _Call:
     rows, k = a.shape[-2], a.shape[-1]
     if capability != HOPPER or backend == "cublaslt":
         return _cublas
+    if k == 0:
+        return _fill
     batches = a.shape[0] if a.ndim == 3 else 1
     problem = GemmProblem(a.dtype, b.dtype, out.dtype, rows, b.shape[-1], k, batches)
     if backend == "tinygemm" or out.dtype != torch.bfloat16:
@@ -133,18 +149,42 @@ def _cublas(
 ) -> None:
     """The product by cuBLASLt."""
     form = names, *map(_form, (out, a, b, bias))
-    if form not in _checked:
+    extents = _checked.get(form)
+    if extents is None:
         _check_operands(names, a, b)
-        _check_results(out, bias, (*a.shape[:-1], b.shape[-1]), out.dtype)
+        _check_results(names, out, a, b, bias, out.dtype)
         if out.dtype != a.dtype:
             raise ValueError(f"`out_dtype` must be torch.bfloat16 for cuBLASLt, got {out.dtype}")
         if len(_checked) > _MOST_PRODUCTS:
             _checked.clear()
-        _checked.add(form)
+        extents = (*map(extent, (out, a, b)), 0 if bias is None else extent(bias))
+        _checked[form] = extents
+    begin = out.data_ptr()
+    end = begin + extents[0]
+    for tensor, reach in zip((a, b, bias), extents[1:], strict=True):
+        if tensor is not None and begin - reach < tensor.data_ptr() < end:
+            _check_apart(names, out, a, b, bias)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or out.requires_grad):
+        a, b, out = a.detach(), b.detach(), out.detach()  # torch differentiates into no result
     if bias is None:
         torch.matmul(a, b, out=out)
     else:  # in one step, which rounds once
-        torch.addmm(bias, a, b, out=out)
+        torch.addmm(bias.detach() if bias.requires_grad else bias, a, b, out=out)
+
+
+def _fill(
+    names: int,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: None,
+    bias: Any,
+    *_: Any,
+) -> None:
+    """The product without terms, k = 0, of which no kernel has a tile."""
+    _check_operands(names, a, b)
+    _check_results(names, out, a, b, bias, out.dtype)
+    out.detach().copy_(out.new_zeros(()) if bias is None else bias.detach())
 
 
 def _product(
@@ -167,9 +207,9 @@ def _product(
     except (KeyError, AttributeError, IndexError, RuntimeError, TypeError):
         _check_operands(names, a, b)
         check_out_dtype("out_dtype", out_dtype, _OUTPUTS)
-        shape = (*a.shape[:-1], b.shape[-1])
-        out = a.new_empty(shape, dtype=out_dtype) if out is None else out
-        _check_results(out, bias, shape, out_dtype)
+        if out is None:
+            out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+        _check_results(names, out, a, b, bias, out_dtype)
         if len(_products) > _MOST_PRODUCTS:
             _products.clear()
         arguments = (names, out, a, b, None, bias, 1.0, None, None, layout, 0, pdl)
@@ -212,7 +252,8 @@ def mm_bf16(
         Programmatic dependent launch of this library's kernel (compute capability 9.0): it may be
         scheduled before the kernel that precedes it ends. Changes no result.
     out : torch.Tensor, optional
-        ``[m, n]``, of `out_dtype`, rows contiguous: receives the result.
+        ``[m, n]``, of `out_dtype`, rows contiguous: receives the result. It may not overlap
+        another argument.
     out_dtype : torch.dtype
         bfloat16; float16 and float32 by this library's kernel alone.
     backend : {"cudnn", "auto", "cublaslt", "tinygemm"}

@@ -105,7 +105,7 @@ def mm_add_rmsnorm_bf16(
     norm_weight : torch.Tensor
         ``[n]``, bfloat16, contiguous.
     eps : float
-        Under the norm's root.
+        Under the norm's root. Finite, not negative.
     out : torch.Tensor, optional
         ``[m, n]``, bfloat16, rows contiguous: receives the norm. Neither it nor `residual` may
         overlap another argument.

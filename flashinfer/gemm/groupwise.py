@@ -8,6 +8,7 @@ import torch
 from .._common.checks import choice as check_choice
 from .._common.checks import count as check_count
 from .._common.checks import dtype as check_out_dtype
+from .._common.checks import flag as check_flag
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
@@ -323,9 +324,7 @@ def check_groups(
     """
     _check_grouped(a, b, a_scale, b_scale, out, out_dtype)
     check_tensor("m_indices", m_indices)
-    if not isinstance(validate_indices, bool):
-        raise TypeError(f"`validate_indices` must be a bool, got {validate_indices!r}")
-    if not validate_indices or m_indices.numel() == 0:
+    if not check_flag("validate_indices", validate_indices) or m_indices.numel() == 0:
         return True
     blocks = torch.nn.functional.pad(m_indices, (0, -m_indices.numel() % 128)).view(-1, 128)
     rows = torch.arange(blocks.numel(), device=blocks.device).view(-1, 128) < m_indices.numel()

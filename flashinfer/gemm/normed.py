@@ -63,7 +63,7 @@ def add_rmsnorm_mm_bf16(
     bias : torch.Tensor, optional
         ``[n]``, bfloat16.
     eps : float
-        Under the norm's root.
+        Under the norm's root. Finite, not negative.
     out : torch.Tensor, optional
         ``[1, n]``, bfloat16: receives the product. None of the results may overlap an argument.
     residual_out, normed_out : torch.Tensor, optional

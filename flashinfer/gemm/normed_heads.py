@@ -74,7 +74,7 @@ def add_rmsnorm_mm_rope_append_bf16(
     bias : torch.Tensor, optional
         ``[n]``, bfloat16.
     eps, head_eps : float
-        Under the roots of the row's norm and of the heads' norms. Finite, `head_eps` not negative.
+        Under the roots of the row's norm and of the heads' norms. Finite, not negative.
     is_neox : bool
         Pairs are ``(j, j + head_dim / 2)``; False: ``(2 j, 2 j + 1)``.
     quant_scale_k, quant_scale_v : float

@@ -50,7 +50,7 @@ def add_rmsnorm_mm_route_bf16(
     bias : torch.Tensor, optional
         ``[experts]``, bfloat16: added to the logits.
     eps : float
-        Under the norm's root.
+        Under the norm's root. Finite, not negative.
     renormalize : bool
         The weights sum to `routed_scaling_factor`.
     routed_scaling_factor : float

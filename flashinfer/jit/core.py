@@ -303,10 +303,11 @@ def gen_jit_spec(
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Sequence[str | Path] | None = None,
     needs_device_linking: bool = False,
-    *,
     post_load_adapter: Callable[[Any], Any] | None = None,
+    embedded_cubin_factory: None = None,
     use_fast_math: bool = True,
     extra_cuda_cflags_by_source: Mapping[str | Path, Sequence[str]] | None = None,
+    *,
     config: ModuleConfig | None = None,
 ) -> JitSpec:
     """Describe a module and register it; nothing is compiled yet.
@@ -326,6 +327,8 @@ def gen_jit_spec(
         Compile relocatable device code and link it.
     post_load_adapter : callable, optional
         Applied to the loaded module; what it returns is what loading returns.
+    embedded_cubin_factory : None
+        Compiled kernels within a module are not supported.
     use_fast_math : bool
         Pass ``-use_fast_math``. The default is FlashInfer's, for operations that users write; the
         modules of this package pass False.
@@ -343,6 +346,11 @@ def gen_jit_spec(
     ValueError
         If the name or a source is not acceptable.
     """
+    if embedded_cubin_factory is not None:
+        raise ValueError(
+            "`embedded_cubin_factory` must be None: it is not supported, got "
+            f"{type(embedded_cubin_factory).__name__}"
+        )
     spec = JitSpec(
         name,
         sources,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import sampling
+from .._common.numbers import plain
 from .op import ParameterizedOp
 from .types import TaggedTensor, TensorType
 
@@ -25,17 +26,32 @@ class TemperatureOp(ParameterizedOp):
 
     def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
         logits = self._checked(tensor).data
-        temperature = self._get_param("temperature", kwargs)
+        temperature = _of_rows("temperature", self._get_param("temperature", kwargs), logits)
         if not isinstance(temperature, torch.Tensor):
             if not temperature >= 0:
                 raise ValueError(f"`temperature` must not be negative, got {temperature}")
             if temperature > 0:
                 return TaggedTensor.logits(logits / temperature)
             return TaggedTensor.logits(_only_maxima(logits))
-        temperature = temperature.reshape(-1, 1)
         scaled = logits / temperature
         scaled = torch.where(temperature == 0, _only_maxima(logits).to(scaled.dtype), scaled)
         return TaggedTensor.logits(scaled.masked_fill(~(temperature >= 0), torch.nan))
+
+
+def _of_rows(name: str, value: Any, rows: torch.Tensor) -> Any:
+    """A number, or a column with one for each row, as sampling takes them."""
+    if not isinstance(value, torch.Tensor):
+        value = plain(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(
+                f"`{name}` must be a number or a torch.Tensor, got {type(value).__name__}"
+            )
+        return value
+    if value.numel() not in (1, len(rows)):
+        raise ValueError(
+            f"`{name}` must have one element or {len(rows)}, got shape {list(value.shape)}"
+        )
+    return value.reshape(-1, 1)
 
 
 def _only_maxima(logits: torch.Tensor) -> torch.Tensor:
@@ -101,9 +117,9 @@ class TopPOp(_FilterOp):
 
 def _min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor | float) -> torch.Tensor:
     """What is at least `min_p` times the row's largest, renormalised; rows of zeros stay zero."""
-    share = torch.as_tensor(min_p, device=probs.device, dtype=torch.float32).clamp(0, 1)
+    share = torch.as_tensor(_of_rows("min_p", min_p, probs), device=probs.device).float()
     weights = probs.float().clamp(min=0)
-    least = share.reshape(-1, 1) * weights.amax(dim=-1, keepdim=True)
+    least = share.clamp(0, 1) * weights.amax(dim=-1, keepdim=True)
     kept = weights.masked_fill(weights < least, 0) + 0 * least  # NaN if the row or `min_p` is
     total = kept.sum(dim=-1, keepdim=True)
     return (kept / total.masked_fill(total == 0, 1)).to(probs.dtype)
@@ -129,7 +145,7 @@ class DrawOp(ParameterizedOp):
         rows = self._checked(tensor).data
         filters = {name: self._get_param(name, kwargs) for name in self.FILTERS}
         draw = {name: self._get_param(name, kwargs, required=False) for name in _DRAW}
-        draw["check_nan"] = bool(draw["check_nan"])
+        draw["check_nan"] = False if draw["check_nan"] is None else draw["check_nan"]
         draw["deterministic"] = self.default_params.get("deterministic", True)
         tokens = type(self).function(rows, **filters, **draw, **self.fixed)
         return TaggedTensor.indices(tokens)

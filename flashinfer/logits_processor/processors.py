@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from .._common.checks import flag as check_flag
 from . import operators as ops
 from .op import Op
 from .types import TensorType
@@ -16,9 +17,22 @@ class LogitsProcessor:
     ----------
     **params
         Default parameters of its operations; a call of the pipeline may override them.
+
+    Attributes
+    ----------
+    PARAMETERS : tuple of str, optional
+        The names that `params` may have; None: all.
     """
 
+    PARAMETERS: ClassVar[tuple[str, ...] | None] = None
+
     def __init__(self, **params: Any) -> None:
+        for name in params:
+            if self.PARAMETERS is not None and name not in self.PARAMETERS:
+                raise TypeError(
+                    f"`{name}` is no parameter of {type(self).__name__}, which takes "
+                    f"{' and '.join(map(repr, self.PARAMETERS))}"
+                )
         self.params = params
 
     def legalize(self, input_type: TensorType) -> list[Op]:
@@ -45,6 +59,8 @@ class LogitsProcessor:
 class Temperature(LogitsProcessor):
     """Logits divided by `temperature` (a number, or one per row)."""
 
+    PARAMETERS = ops.TemperatureOp.PARAMETERS
+
     def legalize(self, input_type: TensorType) -> list[Op]:
         return self._choose(input_type, logits=ops.TemperatureOp)
 
@@ -57,6 +73,8 @@ class Softmax(LogitsProcessor):
     enable_pdl : bool, optional
         As for `flashinfer.sampling.softmax`.
     """
+
+    PARAMETERS = ("enable_pdl",)
 
     def __init__(self, enable_pdl: bool | None = None, **params: Any) -> None:
         super().__init__(enable_pdl=enable_pdl, **params)
@@ -75,8 +93,11 @@ class TopK(LogitsProcessor):
         two are drawn from in one operation.
     """
 
+    PARAMETERS = ("joint_topk_topp", *ops.ProbsTopKOp.PARAMETERS)
+
     def __init__(self, joint_topk_topp: bool = False, **params: Any) -> None:
-        super().__init__(joint_topk_topp=joint_topk_topp, **params)
+        joint = check_flag("joint_topk_topp", joint_topk_topp)
+        super().__init__(joint_topk_topp=joint, **params)
 
     def legalize(self, input_type: TensorType) -> list[Op]:
         return self._choose(input_type, logits=ops.LogitsTopKOp, probs=ops.ProbsTopKOp)
@@ -85,12 +106,16 @@ class TopK(LogitsProcessor):
 class TopP(LogitsProcessor):
     """Keeps the nucleus of `top_p`, renormalised."""
 
+    PARAMETERS = ops.TopPOp.PARAMETERS
+
     def legalize(self, input_type: TensorType) -> list[Op]:
         return self._choose(input_type, probs=ops.TopPOp)
 
 
 class MinP(LogitsProcessor):
     """Keeps what is at least `min_p` times the largest, renormalised."""
+
+    PARAMETERS = ops.MinPOp.PARAMETERS
 
     def legalize(self, input_type: TensorType) -> list[Op]:
         return self._choose(input_type, probs=ops.MinPOp)
@@ -104,6 +129,8 @@ class Sample(LogitsProcessor):
     deterministic : bool
         Accepted for compatibility: results are always deterministic.
     """
+
+    PARAMETERS = ("deterministic", *ops.ProbsSampleOp.PARAMETERS)
 
     def __init__(self, deterministic: bool = True, **params: Any) -> None:
         super().__init__(deterministic=deterministic, **params)

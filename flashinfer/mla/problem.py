@@ -192,7 +192,7 @@ def read_batch(metadata: Any, given: dict[str, Any], page_size: int) -> MlaBatch
     if most is not None:
         most = check_count("max_q_len", most)
     listed = [name for name in _LIST if given[name] is not None]
-    batch = _from_list(given) if listed else _from_table(given, page_size)
+    batch = _from_list(given) if listed else _from_table(given)
     if most is not None and batch.max_q_len > most:
         raise ValueError(
             f"`max_q_len` must be at least the {batch.max_q_len} of a request, got {most}"
@@ -211,7 +211,7 @@ def _from_list(given: dict[str, Any]) -> MlaBatch:
     return MlaBatch(qo, kv, given["kv_indices"], lengths)
 
 
-def _from_table(given: Mapping[str, Any], page_size: int) -> MlaBatch:
+def _from_table(given: Mapping[str, Any]) -> MlaBatch:
     cum_seq_lens_q, block_tables, seq_lens = (given[name] for name in _TABLE)
     for name, value in zip(_TABLE, (cum_seq_lens_q, block_tables, seq_lens), strict=True):
         check_tensor(name, value)

@@ -124,9 +124,7 @@ def nvfp4_kv_dequantize(
         If an argument is not as described.
     """
     checks.tensor("fp4_data", fp4_data, 2)
-    if not isinstance(output_dtype, torch.dtype):
-        raise TypeError(f"`output_dtype` must be a torch.dtype, got {output_dtype!r}")
-    check_dtype("output_dtype", output_dtype, _FLOAT16)
+    checks.dtype("output_dtype", output_dtype, _FLOAT16)
     if not fp4_data.is_cuda:
         raise ValueError(f"`fp4_data` must be a CUDA tensor, got one on {fp4_data.device}")
     global_scale = _as_float32(checks.tensor("global_scale", global_scale))

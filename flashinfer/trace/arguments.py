@@ -123,6 +123,23 @@ def check_scalar(param: str, spec: Scalar, value: Any) -> None:
         raise ValueError(f"`{param}` must be positive in float32, got {value}")
 
 
+def check_beside_inputs(
+    hints: Iterable[str], unsupported: Iterable[str], arguments: Mapping[str, Any]
+) -> None:
+    """Refuse hints that are no flags, and whatever the reference does not know."""
+    for hint in hints:
+        if not isinstance(arguments.get(hint), (bool, type(None))):
+            raise TypeError(
+                f"`{hint}` must be True, False or None, got {type(arguments[hint]).__name__}"
+            )
+    for name in unsupported:
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"`{name}` must be None with the reference backend, got "
+                f"{type(arguments[name]).__name__}"
+            )
+
+
 @functools.cache
 def names_in(constraint: str) -> frozenset[str]:
     """The names of axes and inputs in a constraint, which every call of an operation asks for."""

@@ -76,12 +76,12 @@ class Tensor:
     dtype_from_scalar : str, optional
         Name of an argument that holds the dtype (as ``out_dtype`` does). Where that is None: the
         dtype of an output under the same name that the call gives, or else `dtype_default`.
-    dtype_default : str, optional
-        See `dtype_from_scalar`.
     optional : bool
         The argument may be None; it is then left out of the definition.
     description : str
         Meaning, layout and unit.
+    dtype_default : str, optional
+        See `dtype_from_scalar`.
     dtypes : sequence of str, optional
         The dtypes that are accepted; any when None. With another source of the dtype that is the
         default, for an output that the caller may give another dtype.
@@ -110,9 +110,9 @@ class Tensor:
     dtype: str | None = None
     dtype_from: str | None = None
     dtype_from_scalar: str | None = None
-    dtype_default: str | None = None
     optional: bool = False
     description: str = ""
+    dtype_default: str | None = None
     dtypes: Sequence[str] | None = None
     ranks: Sequence[int] | None = None
     layout: Literal["rows", "matrix", "contiguous"] | None = None

@@ -23,6 +23,7 @@ from .._common.checks import choice
 from .._common.conversions import as_dtype, is_convertible
 from .._common.dtypes import SHORT_FLOATS, torch_name
 from .arguments import (
+    check_beside_inputs,
     check_chosen_dtype,
     check_constraints,
     check_layout,
@@ -90,6 +91,8 @@ class TraceTemplate:
     hints : sequence of str
         Arguments (None, True or False) that may change how a kernel is launched, never a result;
         they are not part of the definition.
+    unsupported : sequence of str
+        Arguments of the kernels alone: None where the reference is to compute.
     options : dict of str to tuple
         Arguments that choose what is computed, and the values they may have, the default first:
         flags, names, dtypes. The definition is that of the call's values, and says so in its name
@@ -126,6 +129,7 @@ class TraceTemplate:
         tags: list[str] | None = None,
         description: str = "",
         hints: Sequence[str] = (),
+        unsupported: Sequence[str] = (),
         options: dict[str, tuple[Any, ...]] | None = None,
         gather: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
         nest: Callable[[tuple[Any, ...]], Any] | None = None,
@@ -145,7 +149,7 @@ class TraceTemplate:
         self.constraints = list(constraints or [])
         self.tags = list(tags or [])
         self.description = description
-        self.hints = tuple(hints)
+        self.hints, self.unsupported = tuple(hints), tuple(unsupported)
         self.options = dict(options or {})
         self.gather = gather
         self.nest = nest
@@ -342,11 +346,7 @@ class TraceTemplate:
         for key, spec in self.inputs.items():
             if isinstance(spec, Scalar):
                 check_scalar(spec.param or key, spec, argument_of(key, spec, arguments))
-        for hint in self.hints:
-            if not isinstance(arguments.get(hint), (bool, type(None))):
-                raise TypeError(
-                    f"`{hint}` must be True, False or None, got {type(arguments[hint]).__name__}"
-                )
+        check_beside_inputs(self.hints, self.unsupported, arguments)
         return values
 
     def _input_tensors(

@@ -28,6 +28,7 @@ from tests.fuzzing import (
     expanded,
     longer,
     one_row_more,
+    over,
     put,
     run_fuzz,
     sliding,
@@ -164,6 +165,11 @@ def usual(function: str, device: torch.device) -> dict[str, Any]:
     return build(case, device)
 
 
+def _in_cublas(fault: Fault) -> Fault:
+    by_library = put("backend", "cublaslt")
+    return lambda call: by_library(fault(call) or {})
+
+
 FAULTS: dict[str, Fault] = {
     f"{name} {what}": change(name, wrong)
     for name in ("a", "b", "A", "B", "input", "weight")
@@ -199,6 +205,11 @@ FAULTS |= {
     "out of half precision": change("out", with_dtype(torch.float16)),
     "out double": change("out", with_dtype(torch.float64)),
     "out a number": put("out", 1.0),
+    **{f"out over {name}": over(name) for name in ("a", "b", "A", "B", "input", "weight", "bias")},
+    **{
+        f"out over {name} in cuBLASLt": _in_cublas(over(name))
+        for name in ("a", "b", "A", "B", "bias")
+    },
     "bias longer": change("bias", longer),
     "bias of one": change("bias", lambda t: t[:1] if len(t) > 1 else None),
     "bias a matrix": change("bias", lambda t: t[None]),

@@ -260,6 +260,7 @@ FAULTS: dict[str, Fault] = {
     "out over residual": replace("out", lambda t: t, "residual"),
     "residual_out over residual": replace("residual_out", lambda t: t, "residual"),
     "normed_out over input": replace("normed_out", lambda t: t, "input"),
+    "eps negative": put("eps", -1e-6),
     "eps not a number": put("eps", float("nan")),
     "eps infinite": put("eps", float("inf")),
     "eps text": put("eps", "1e-6"),

@@ -30,6 +30,7 @@ from tests.fuzzing import (
     expanded,
     longer,
     one_row_more,
+    over,
     put,
     replace,
     run_fuzz,
@@ -219,20 +220,6 @@ def options(case: Case, arguments: dict[str, Any]) -> CheckOptions:
     return CheckOptions(bound=SpreadBound(unit_roundoff(out), 2.0**-22, smallest, spread=lost))
 
 
-def _out_over(name: str) -> Fault:
-    """The result lies where an operand does."""
-
-    def fault(call: dict[str, Any]) -> dict[str, Any] | None:
-        pair = {key: call[key] for key in (name, "out") if key in call}
-        sizes = {key: t.numel() * t.element_size() for key, t in pair.items()}
-        if len(pair) < 2 or not all(sizes.values()):
-            return None
-        memory = torch.zeros(max(sizes.values()), dtype=torch.uint8, device=call["out"].device)
-        return call | {k: memory[: sizes[k]].view(t.dtype).view(t.shape) for k, t in pair.items()}
-
-    return fault
-
-
 def _lengths(change: Callable[[torch.Tensor], Any], with_bounds: bool = False) -> Fault:
     """Wrong lengths in place of the offsets of segments, or beside them."""
 
@@ -265,6 +252,25 @@ def _misaligned(t: torch.Tensor) -> torch.Tensor | None:
     return t.new_zeros((*t.shape[:-1], t.shape[-1] + 1))[..., :-1]
 
 
+def _of_no_matrix(name: str) -> Fault:
+    """No weights; scales of some are refused before."""
+    change = replace(name, lambda t: t[:0] if t.ndim == 3 else None)
+
+    def fault(call: dict[str, Any]) -> dict[str, Any] | None:
+        rows = call["a"] if "a" in call else call["x"]
+        return None if "b_scale" in call or not rows.numel() else change(call)
+
+    return fault
+
+
+def _over_weights(call: dict[str, Any]) -> dict[str, Any] | None:
+    """Weights of which the function makes no copy in another order."""
+    weights = call.get("weights")
+    if weights is None or not (call["weight_column_major"] or weights.stride(1) == 1):
+        return None
+    return over("weights")(call)
+
+
 _INDICES = ("m_indptr", "m_indices", "masked_m", "seg_indptr", "weight_indices")
 _TENSORS = ("a", "b", "x", "weights", "a_scale", "b_scale", *_INDICES[:-1])
 _MORE = ("out", "alpha")
@@ -281,7 +287,10 @@ FAULTS: dict[str, Fault] = {
     "out double": replace("out", with_dtype(torch.float64)),
     "out expanded": replace("out", expanded),
     "out sliding": replace("out", sliding),
-    **{f"out over {name}": _out_over(name) for name in ("a", "b", "x")},
+    **{
+        f"out over {name}": over(name)
+        for name in ("a", "b", "x", "a_scale", "b_scale", *_INDICES[:-1])
+    },
     "scale_granularity_mnk of rows": put("scale_granularity_mnk", (1, 1, 128)),
     "scale_granularity_mnk a number": put("scale_granularity_mnk", 128),
     "scale_major_mode unknown": put("scale_major_mode", "N"),
@@ -310,6 +319,10 @@ FAULTS: dict[str, Fault] = {
 KERNEL_FAULTS: dict[str, Fault] = {
     **{f"{name} strided": replace(name, strided) for name in ("a", "b", "x", "out", *_INDICES)},
     **{f"{name} off its vectors": replace(name, _misaligned) for name in ("a", "b", "x")},
+    "out over weights": _over_weights,
+    "out over weight_indices": over("weight_indices"),
+    "b of no matrix": _of_no_matrix("b"),
+    "weights of no matrix": _of_no_matrix("weights"),
     "out_dtype of integers": put("out_dtype", torch.int32),
     "out_dtype text": put("out_dtype", "float16"),
     "expected_m 0": put("expected_m", 0),

@@ -106,7 +106,7 @@ FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "norm_weight": lambda call: call["norm_weight"].float(),
     "b": lambda call: call["b"][:, :12],
     "bias": lambda call: call["norm_weight"],
-    "eps": lambda call: "1",
+    "eps": lambda call: -1e-6,
     "out": lambda call: call["input"],
     "residual_out": lambda call: call["residual"],
     "normed_out": lambda call: call["input"],

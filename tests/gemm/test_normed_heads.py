@@ -207,7 +207,7 @@ FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "positions": lambda call: call["positions"].repeat(2),
     "q_weight": lambda call: call["norm_weight"],
     "k_weight": lambda call: call["norm_weight"],
-    "eps": lambda call: "1",
+    "eps": lambda call: -1e-6,
     "head_eps": lambda call: -1.0,
     "is_neox": lambda call: 1,
     "quant_scale_k": lambda call: 0.0,

@@ -108,7 +108,7 @@ FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "b": lambda call: call["b"][:, :12],
     "top_k": lambda call: 33,
     "bias": lambda call: call["norm_weight"],
-    "eps": lambda call: "1",
+    "eps": lambda call: -1e-6,
     "renormalize": lambda call: 1,
     "routed_scaling_factor": lambda call: 0.0,
     "residual_out": lambda call: call["residual"],

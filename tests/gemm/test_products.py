@@ -110,6 +110,32 @@ def test_mm_of_other_results(dtype: torch.dtype, device: torch.device) -> None:
     assert_near(out, a.double() @ b.double(), a.double().abs() @ b.double().abs())
 
 
+@pytest.mark.parametrize("backend", ["auto", "cublaslt", "tinygemm"])
+@pytest.mark.parametrize("m", [1, 9, 100])
+def test_sums_of_no_terms(m: int, backend: str, device: torch.device) -> None:
+    a, b = halves(m, 0, device=device), halves(64, 0, device=device).t()
+    bias = halves(64, device=device)
+    for weight in (b, halves(0, 64, device=device)):
+        out = flashinfer.mm_bf16(a, weight, out=poisoned(m, 64, device=device), backend=backend)
+        assert not bool(out.any())
+        assert torch.equal(flashinfer.mm_bf16(a, weight, bias, backend=backend), bias.expand(m, 64))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cublaslt", "tinygemm"])
+def test_mm_over_its_arguments(backend: str, device: torch.device) -> None:
+    """Refused also when the shape is known; a parameter is an operand as any other tensor is."""
+    a, b, out = (halves(96, 96, device=device) for _ in range(3))
+    weight, bias = torch.nn.Parameter(b.t()), halves(96, device=device)
+    expected = flashinfer.mm_bf16(a, b.t(), bias, out=out, backend=backend).clone()
+    again = flashinfer.mm_bf16(a, weight, bias, backend=backend)
+    assert torch.equal(again, expected) and not again.requires_grad
+    for name, change in {"a": {"a": out}, "b": {"b": out.t()}, "bias": {"bias": out[5]}}.items():
+        call = {"a": a, "b": b.t(), "bias": bias, "out": out, "backend": backend, **change}
+        with pytest.raises(ValueError, match=f"`out` must not share memory with `{name}`"):
+            flashinfer.mm_bf16(**call)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("m", [3, 100])
 def test_bmm(m: int, device: torch.device) -> None:
     A, B = halves(3, m, 192, device=device), halves(3, 40, 192, device=device).mT

@@ -27,6 +27,7 @@ from tests.fuzzing import (
     expanded,
     longer,
     one_row_more,
+    over,
     put,
     replace,
     run_fuzz,
@@ -276,6 +277,10 @@ FAULTS: dict[str, Fault] = {
     "mat_b a number": put("mat_b", 1),
     "launch_with_pdl text": put("launch_with_pdl", "yes"),
     "launch_with_pdl missing": put("launch_with_pdl", None),
+    **{
+        f"out over {name}": over(name)
+        for name in ("input", "weight", "weight_scale", "alpha", "bias", "mat_a", "mat_b")
+    },
     "out longer": replace("out", longer),
     "out with one row more": replace("out", one_row_more),
     "out of another dtype": replace("out", with_dtype(torch.float64)),

@@ -156,6 +156,39 @@ def test_refusals(device):
         LogitsPipe([Temperature()])(logits, temperature=-0.5)
 
 
+def test_parameters_of_other_processors_are_refused():
+    for processor, params in (
+        (Softmax, {"temperature": 2.0}),
+        (Sample, {"sead": 3}),
+        (Temperature, {"enable_pdl": True}),
+        (TopK, {"top_p": 0.5}),
+        (TopP, {"top_k": 5}),
+        (MinP, {"top_p": 0.5}),
+    ):
+        with pytest.raises(TypeError, match=f"`{next(iter(params))}` is no parameter of"):
+            processor(**params)
+    with pytest.raises(TypeError, match="`joint_topk_topp` must be a bool"):
+        TopK(joint_topk_topp="no")
+
+
+def test_what_is_no_number_of_the_rows_is_refused(device):
+    logits = torch.randn(2, 9, device=device)
+    for name, pipe in (
+        ("temperature", LogitsPipe([Temperature()])),
+        ("min_p", LogitsPipe([MinP()])),
+    ):
+        for value in ("x", True, [0.5]):
+            with pytest.raises(TypeError, match=f"`{name}` must be a number"):
+                pipe(logits, **{name: value})
+        for count in (0, 3, 5):
+            with pytest.raises(ValueError, match=f"`{name}` must have one element or 2"):
+                pipe(logits, **{name: torch.ones(count, device=device)})
+        assert pipe(logits, **{name: torch.ones(1, device=device)}).shape == logits.shape
+    sample = LogitsPipe([Sample()], input_type=TensorType.LOGITS)
+    with pytest.raises(TypeError, match="`check_nan` must be"):
+        sample(logits, check_nan="no", seed=1)
+
+
 class _ClampOp(Op):
     IN = OUT = TensorType.LOGITS
 

@@ -53,10 +53,6 @@ def _same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     return all(torch.equal(first[name].float(), second[name].float()) for name in first)
 
 
-def _same_layout(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return all(first[name].stride() == second[name].stride() for name in first)
-
-
 def changes_the_result(value: Any) -> Callable[..., None]:
     """Another value than the default gives another result, and the default is the default."""
 

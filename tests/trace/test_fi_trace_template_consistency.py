@@ -99,7 +99,8 @@ def test_arguments_named_by_the_template_exist(operation: Operation):
         for key, spec in template.outputs.items()
         if spec.param is not None and spec.param not in available
     ]
-    mismatches += [f"hint {hint!r}" for hint in template.hints if hint not in available]
+    beside = *template.hints, *template.unsupported
+    mismatches += [f"hint {hint!r}" for hint in beside if hint not in available]
     assert not mismatches, f"{mismatches} not in {list(available)}"
 
 
@@ -108,7 +109,7 @@ def test_every_argument_is_accounted_for(operation: Operation):
     """Nothing can be passed that the definition, the destinations and the hints ignore."""
     template = operation.template
     known = {spec.param or key for key, spec in {**template.inputs, **template.outputs}.items()}
-    known |= {*template.axes, *template.hints, *template.options}
+    known |= {*template.axes, *template.hints, *template.unsupported, *template.options}
     known |= (
         {"generator"} if "generator" in inspect.signature(template.reference).parameters else set()
     )
@@ -120,6 +121,21 @@ def test_every_argument_is_accounted_for(operation: Operation):
         known |= {*call.read, "return_lse", "args"}
     ignored = set(parameters_of(operation.function)) - known
     assert not ignored, f"arguments without meaning: {sorted(ignored)}"
+
+
+@each_operation
+def test_what_kernels_alone_know_is_refused_by_name(operation: Operation):
+    """A tensor that the reference does not know, or a flag in its place, is not left aside."""
+    template = operation.template
+    call = inspect.signature(operation.function).bind(**operation.arguments())
+    call.apply_defaults()
+    for name in template.unsupported:
+        for value in (torch.ones(1), True, 3):
+            message = (
+                f"`{name}` must be None with the reference backend, got {type(value).__name__}"
+            )
+            with pytest.raises(ValueError, match=message):
+                template.validate({**call.arguments, name: value})
 
 
 class _Recorder(dict):

@@ -172,9 +172,25 @@ def test_what_autotune_asks_for(tuner: at.AutoTuner) -> None:
     assert {shape for _, shape, _ in runner.calls} == {(4, 4), (16, 4)}
     with at.autotune(round_up=True):
         assert tuner.get_effective_map_to_tuning_buckets(CONFIG)(9) == 64
-    for wrong in ({"tuning_buckets": ()}, {"cuda_graph_profile_replays": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))), at.autotune(**wrong):
-            pass
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "tune_mode": ("no", 1, None),
+        "tuning_buckets": ((), 8, "8", ("a",), (1.5,), (-1,), (0,), (True,)),
+        "round_up": ("no", 1),
+        "skip_ops": (3, {3}, ("op", None)),
+        "cuda_graph_profile_replays": (0, 1.5, True),
+        "measurement": ("cuda_graph",),
+    }.items(),
+)
+def test_what_autotune_refuses(tuner: at.AutoTuner, name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=f"`{name}` must"):
+            with at.autotune(**{name: value}):
+                pass
+    assert not tuner.is_tuning_mode
 
 
 def test_modules_of_all_candidates_are_built_at_once(

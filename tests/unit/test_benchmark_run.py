@@ -36,6 +36,11 @@ def add_routine(monkeypatch):
     return add
 
 
+def test_a_routine_without_backends_times_its_function():
+    made = routines.Routine("toy", "flashinfer.norm:rmsnorm", [], lambda *_: {}, [], [])
+    assert made.backends == {"cuda": routines.Backend("flashinfer.norm:rmsnorm")}
+
+
 def test_a_row_has_time_bandwidth_and_percent(capsys, timer):
     argv = ["--routine", "silu_and_mul", "--batch_size", "1000", "--hidden_size", "5000"]
     assert cli.main(argv, timer) == cli.OK

@@ -17,6 +17,7 @@ import flashinfer
 from flashinfer._attention.checks import scalar, split_size
 from flashinfer._common.checks import count as check_count
 from flashinfer._common.checks import flag as check_flag
+from flashinfer.gemm.groupwise import check_groups
 from flashinfer.quantization import per_token_group_quant_8bit
 from flashinfer.reference_backend import reference_backend
 
@@ -172,3 +173,15 @@ def test_bounds_hold_for_them_too() -> None:
         scalar("sm_scale", np.float32("nan"))
     with pytest.raises(TypeError, match="`causal` must be a bool"):
         check_flag("causal", np.int64(1))
+
+
+def test_flags_that_choose_a_check() -> None:
+    codes = torch.zeros(128, 128).to(torch.float8_e4m3fn)
+    call = {"a": codes, "b": codes[None], "a_scale": torch.ones(128, 1)}
+    call |= {"b_scale": torch.ones(1, 1, 1), "m_indices": torch.ones(128, dtype=torch.int32)}
+    call |= {"out": None, "out_dtype": None}
+    assert check_groups(**call, validate_indices=np.False_)
+    with pytest.raises(ValueError, match="`m_indices` must name groups below 1"):
+        check_groups(**call, validate_indices=np.True_)
+    with pytest.raises(TypeError, match="`validate_indices` must be a bool"):
+        check_groups(**call, validate_indices=1)

@@ -18,16 +18,43 @@ EXPECTED = [
     if not line.startswith("#")
 ]
 
+_MADE_BY = "the functions that make it know its arguments"
+_FABRIC = "fabric memory is refused, whatever the arguments"
+EXCEPTIONS = {
+    "flashinfer.BatchMLAPagedAttentionWrapper.run": "engines probe for ckv_scale_arr",
+    "flashinfer.precompile_paged_mqa_logits": "has no kernel of 4 bits to compile by default",
+    "flashinfer.kda_decode.recurrent_kda": "has the arguments of flashinfer.kda",
+    "flashinfer.comm.create_allreduce_fusion_workspace": "has no backend in CuTe-DSL",
+    "flashinfer.fused_moe.runners.MoERunner.__init__": "a runner is made for one layer",
+    "flashinfer.autotuner.OptimizationProfile.__init__": "tensor_initializers may be left out",
+    "flashinfer.jit.JitSpec.__init__": _MADE_BY,
+    "flashinfer.jit.JitSpecNvcc.__init__": _MADE_BY,
+    "flashinfer.jit.JitSpecNvcc.build": "every build takes the lock",
+    "flashinfer.jit.build_jit_specs": "verbose is by default what FLASHINFER_JIT_VERBOSE says",
+    "flashinfer.aot.compile_and_package_modules": "takes modules, not options",
+    "flashinfer.gemm.PreparedBatchDeepGemmFp8NtGroupwise.__init__": _MADE_BY,
+    "flashinfer.gemm.PreparedGroupGemmFp8NtGroupwiseContiguous.__init__": _MADE_BY,
+    "flashinfer.gemm.PreparedGroupGemmFp8NtGroupwiseContiguousSiluQuant.__init__": _MADE_BY,
+    "flashinfer.comm.mnnvl.McastGPUBuffer.__init__": _FABRIC,
+    "flashinfer.comm.mnnvl.MnnvlMemory.__init__": _FABRIC,
+    "flashinfer.comm.mnnvl.SymmDeviceMemory.__init__": _FABRIC,
+}
+"""Names, in the first of their modules, whose parameters are others, and why."""
+
 
 def _expected_parameters(signature: str) -> list[tuple[str, str, str | None]]:
     """Name, kind and source of the default of each parameter of ``f(a, *, b=None)``."""
     definition = ast.parse(f"def {signature}: ...").body[0]
     assert isinstance(definition, ast.FunctionDef)
     arguments = definition.args
-    defaults: list[Any] = [None] * (len(arguments.args) - len(arguments.defaults))
+    first = len(arguments.posonlyargs)
+    positional = arguments.posonlyargs + arguments.args
+    defaults: list[Any] = [None] * (len(positional) - len(arguments.defaults))
     found = [
-        (argument.arg, "positional", default and ast.unparse(default))
-        for argument, default in zip(arguments.args, defaults + arguments.defaults, strict=True)
+        (argument.arg, "first" if i < first else "positional", default and ast.unparse(default))
+        for i, (argument, default) in enumerate(
+            zip(positional, defaults + arguments.defaults, strict=True)
+        )
     ]
     if arguments.vararg is not None:
         found.append((arguments.vararg.arg, "*", None))
@@ -42,6 +69,7 @@ def _expected_parameters(signature: str) -> list[tuple[str, str, str | None]]:
 
 def _parameters(function: Any) -> list[tuple[str, str, str | None]]:
     kinds = {
+        inspect.Parameter.POSITIONAL_ONLY: "first",
         inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
         inspect.Parameter.KEYWORD_ONLY: "keyword",
         inspect.Parameter.VAR_POSITIONAL: "*",
@@ -83,18 +111,36 @@ def missing_parameters(signature: str, function: Any) -> list[str]:
     return complaints
 
 
+def _place(modules: str, signature: str) -> str:
+    return f"{modules.split()[0]}.{signature.split('(', 1)[0]}"
+
+
+def _complaints(modules: str, signature: str) -> list[str]:
+    name, parameters = signature.split("(", 1)
+    return [
+        f"{module}.{name}: {complaint}"
+        for module in modules.split()
+        for complaint in missing_parameters(
+            f"f({parameters}", operator.attrgetter(name)(importlib.import_module(module))
+        )
+    ]
+
+
 @pytest.mark.parametrize(("modules", "signature"), EXPECTED, ids=[name for _, name in EXPECTED])
 def test_signature(modules: str, signature: str) -> None:
-    name, parameters = signature.split("(", 1)
-    for module in modules.split():
-        function = operator.attrgetter(name)(importlib.import_module(module))
-        assert not missing_parameters(f"f({parameters}", function), f"{module}.{name}"
+    if _place(modules, signature) not in EXCEPTIONS:
+        assert not _complaints(modules, signature)
+
+
+def test_exceptions_are_some() -> None:
+    others = {_place(*row) for row in EXPECTED if _complaints(*row)}
+    assert others == set(EXCEPTIONS)
 
 
 def test_what_the_list_covers() -> None:
-    assert len(EXPECTED) > 200
+    assert len(EXPECTED) > 1000
     families = {module for modules, _ in EXPECTED for module in modules.split()}
-    assert len(families) >= 18
+    assert len(families) >= 100
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ OF_KERNELS_ALONE = {
     ("mm_bf16", "out_dtype missing"),
     ("bmm_bf16", "out_dtype missing"),
 }
+# A reference makes copies of the weights that indices choose.
+OF_KERNELS_ALONE |= {("run", f"out over {name}") for name in ("weights", "weight_indices")}
 OF_KERNELS_ALONE |= {
     ("weight_only_linear", "input off its vectors"),
     ("weight_only_linear", "weight off its vectors"),

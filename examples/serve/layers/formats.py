@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 # The column of each four bits of a word, from the lowest on.
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-Take = Callable[..., torch.Tensor]
 
 
 def check_quantization(values: Mapping[str, Any]) -> None:

@@ -181,7 +181,7 @@ checkpointing_ssu_trace = TraceTemplate(
         "precompute_heads_per_cta": (0,),
         "algorithm": ("auto", "monolith", "two-kernel"),
     },
-    hints=[
+    unsupported=[
         "state_scale", "rand_seed", "d_split", "cu_seqlens", "max_seqlen", "cb_scaled",
         "cumAdt_vec", "cb_old",
     ],

@@ -81,7 +81,7 @@ mm_add_rmsnorm_bf16_trace = TraceTemplate(
         "norm_weight": Tensor(
             ["n"], dtype="bfloat16", layout="rows", description="Weight of the norm."
         ),
-        "eps": Scalar("float32", description="Under the root."),
+        "eps": Scalar("float32", minimum=0, description="Under the root."),
     },
     outputs={
         "out": row_of(["m", "n"]),

@@ -83,7 +83,7 @@ def _template(final: bool, initial: bool) -> TraceTemplate:
             "output_final_state": (final,),
             "backend": ("auto",),
         },
-        hints=unused,
+        unsupported=unused,
         constraints=[*chunk.constraints, "num_updates == num_householder * num_tokens"],
         tags=["status:verified", "stage:prefill"],
         reference=_reference,

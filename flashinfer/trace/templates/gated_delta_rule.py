@@ -323,14 +323,14 @@ def _decode_template(mtp: bool) -> TraceTemplate:
     if mtp:
         inputs["initial_state_indices"] = _indices("Slot read; negative: padding.", False)
         inputs["output_state_indices"] = _indices("Slot written; by default the slot read.")
-        unused = ["ssm_state_indices", "cache_replayssm"]
-        unused += [f"replayssm_{name}" for name in ("rawv", "rawk", "g", "beta")]
+        kept = (f"replayssm_{name}" for name in ("rawv", "rawk", "g", "beta"))
+        unused = ["ssm_state_indices", *kept]
     else:
         unused = ["initial_state", "initial_state_indices", "output_state_indices"]
     options: dict[str, tuple[Any, ...]] = {
         "use_qk_l2norm": (True, False),
         "disable_state_update": (None, False, True) if mtp else (False, True),
-        **({} if mtp else {"backend": ("auto", "flashinfer")}),
+        **({"cache_replayssm": (False,)} if mtp else {"backend": ("auto", "flashinfer")}),
     }
     return TraceTemplate(
         op_type="gdn",
@@ -343,7 +343,7 @@ def _decode_template(mtp: bool) -> TraceTemplate:
             state: _pool(first, param=state, dtype_from=state, returned=True),
         },
         options=options,
-        hints=[*unused, "intermediate_states_buffer"],
+        unsupported=[*unused, "intermediate_states_buffer"],
         tags=["status:verified", "stage:decode"],
         reference=_mtp_reference if mtp else _pretranspose_reference,
         init=(lambda arguments: _distinct_slots(halved(arguments))) if mtp else halved,
@@ -381,7 +381,7 @@ gated_delta_rule_bf16_state_trace = TraceTemplate(
         "recovery_steps": (0,),
         "disable_output": (False,),
     },
-    hints=["intermediate_states_buffer", "accepted_steps", "ssm_state_indices"],
+    unsupported=["intermediate_states_buffer", "accepted_steps", "ssm_state_indices"],
     tags=["status:verified", "stage:decode"],
     reference=_bf16_state_reference,
     init=lambda arguments: _distinct_slots(halved(arguments)),
@@ -474,7 +474,7 @@ def _chunk_template(final: bool, initial: bool) -> TraceTemplate:
             "use_cp": ("auto", True, False),
             "backend": ("auto", "flashinfer"),
         },
-        hints=unused,
+        unsupported=unused,
         constraints=constraints[: 1 + initial],
         tags=["status:verified", "stage:prefill"],
         reference=_chunk_reference,

@@ -100,7 +100,7 @@ def _template(final: bool, initial: bool) -> TraceTemplate:
             "output_final_state": (final,),
             "backend": ("auto",),
         },
-        hints=unused,
+        unsupported=unused,
         constraints=[
             *chunk.constraints,
             "num_state_heads % num_q_heads == 0 and num_state_heads % num_v_heads == 0",

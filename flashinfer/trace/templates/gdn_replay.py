@@ -146,7 +146,7 @@ _caching = TraceTemplate(
         "disable_state_update": (None, True),
         "cache_replayssm": (True,),
     },
-    hints=["ssm_state_indices", "intermediate_states_buffer"],
+    unsupported=["ssm_state_indices", "intermediate_states_buffer"],
     constraints=["num_kept >= num_tokens"],
     tags=["status:verified", "stage:decode"],
     reference=_caching_reference,

@@ -317,7 +317,7 @@ def _template(form: _Form) -> TraceTemplate:
         inputs=form.inputs(),
         outputs=form.outputs(),
         options=options,
-        hints=form.unused(),
+        unsupported=form.unused(),
         constraints=["head_dim_k in (32, 64, 128, 256)"],
         tags=["status:verified"],
         reference=_reference,

@@ -236,7 +236,7 @@ def _template(packed: bool) -> TraceTemplate:
             "state": Tensor(_POOL, param="state", dtype_from="state"),
         },
         options={} if packed else _OPTIONS,
-        hints=["t1_state_indices"] if packed else [],
+        unsupported=["t1_state_indices"] if packed else [],
         constraints=rules,
         tags=["status:verified", "stage:decode"],
         reference=_packed_reference if packed else _reference,

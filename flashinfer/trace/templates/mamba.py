@@ -175,8 +175,7 @@ def _template(tokens: bool) -> TraceTemplate:
     }
     unused = ["state_scale", "intermediate_state_indices", "rand_seed"]
     unused += ["intermediate_state_scales", "dst_state_batch_indices", "cu_seqlens"]
-    unused += ["num_accepted_tokens"]
-    unused += ["intermediate_states_buffer"]
+    unused += ["num_accepted_tokens", "intermediate_states_buffer"]
     suffix = "_tokens" if tokens else ""
     return TraceTemplate(
         op_type="selective_state_update",
@@ -194,7 +193,7 @@ def _template(tokens: bool) -> TraceTemplate:
             "algorithm": ("auto", "simple", "vertical", "horizontal"),
             "backend": ("auto", "flashinfer"),
         },
-        hints=unused,
+        unsupported=unused,
         tags=["status:verified", "stage:decode"],
         reference=_selective_state_update_reference,
         init=_init,

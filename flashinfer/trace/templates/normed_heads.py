@@ -135,7 +135,7 @@ def _template(suffix: str, kv_layout: str) -> TraceTemplate:
             "bias": Tensor(
                 ["n"], dtype="bfloat16", optional=True, description="Added to the product."
             ),
-            "eps": Scalar("float32", description="Under the root of the row's norm."),
+            "eps": Scalar("float32", minimum=0, description="Under the root of the row's norm."),
             "head_eps": Scalar(minimum=0, description="Under the root of a head's norm."),
             "quant_scale_k": Scalar(above=0, description="Factor of keys in the cache."),
             "quant_scale_v": Scalar(above=0, description="Factor of values in the cache."),

@@ -64,7 +64,7 @@ add_rmsnorm_mm_bf16_trace = TraceTemplate(
             layout="rows",
             description="Added to the product.",
         ),
-        "eps": Scalar("float32", description="Under the root."),
+        "eps": Scalar("float32", minimum=0, description="Under the root."),
     },
     outputs={
         "out": row_of(["m", "n"]),

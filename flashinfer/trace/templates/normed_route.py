@@ -68,7 +68,7 @@ add_rmsnorm_mm_route_bf16_trace = TraceTemplate(
         "bias": Tensor(
             ["num_experts"], dtype="bfloat16", optional=True, description="Added to the logits."
         ),
-        "eps": Scalar("float32", description="Under the root."),
+        "eps": Scalar("float32", minimum=0, description="Under the root."),
         "routed_scaling_factor": Scalar(above=0, description="Factor of the weights."),
     },
     outputs={

@@ -63,6 +63,8 @@ def _gather(run: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"`weight_indices` must have shape [{segments}], got {list(indices.shape)}"
             )
+        if segments and not len(weights):
+            raise ValueError(f"`weights` must have matrices, got shape {list(weights.shape)}")
         weights = weights[indices.long()]
     return {"x": x, "weights": weights, "seg_indptr": bounds.to(torch.int64), "out": run.get("out")}
 

@@ -131,7 +131,7 @@ def _template(final: bool) -> TraceTemplate:
             "update_seq_chunk_cumsum": (False, True),
             "return_final_states": (final,),
         },
-        hints=_KERNELS_ALONE,
+        unsupported=_KERNELS_ALONE,
         constraints=["head_dim % 64 == 0", "dstate in (64, 128)"],
         tags=["status:verified", "stage:prefill"],
         reference=_reference,

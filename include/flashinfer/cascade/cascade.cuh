@@ -13,7 +13,6 @@
 #include <flashinfer/cascade/cascade_params.h>
 #include <flashinfer/common/head_grid.cuh>
 #include <flashinfer/common/launch.cuh>
-#include <flashinfer/common/math.cuh>
 #include <flashinfer/common/vec.cuh>
 #include <flashinfer/ptx/pdl.cuh>
 

@@ -8,7 +8,6 @@
 
 #include <flashinfer/common/head_grid.cuh>
 #include <flashinfer/common/launch.cuh>
-#include <flashinfer/common/math.cuh>
 #include <flashinfer/concat/concat_params.h>
 #include <flashinfer/ptx/pdl.cuh>
 

@@ -1,5 +1,5 @@
-// More copies by the copy engine of sm_90 (tma.cuh): with a policy for L2, into the shared memory
-// of several CTAs of a cluster, and into L2 alone.
+// More copies by the copy engine of sm_90 (tma.cuh): with a policy for L2, and into the shared
+// memory of several CTAs of a cluster.
 #pragma once
 
 #include <cstdint>
@@ -64,14 +64,6 @@ __device__ __forceinline__ void tma_load_multicast_hinted(uint32_t shared, const
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(ctas), "l"(policy)
       : "memory");
-}
-
-// Brings a box into L2. L2 is the point of coherence between grids: a prefetch may precede
-// grid_dependency_wait even for data that an earlier grid still writes.
-__device__ __forceinline__ void tma_prefetch(const void* map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
-               "r"(x), "r"(y), "r"(z)
-               : "memory");
 }
 
 // Prefetches the map itself before its first use.

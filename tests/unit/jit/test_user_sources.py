@@ -6,6 +6,8 @@ import pytest
 import torch
 from jit_helpers import Project
 
+from flashinfer.jit import gen_jit_spec
+
 LAUNCHER = """
 using namespace flashinfer;
 
@@ -49,3 +51,13 @@ def test_the_header_comes_first_only_where_it_is_missing(project: Project, text,
     before = spec.identity(with_toolchain=False).content
     project.write("twice.cu", text + "\n")
     assert spec.identity(with_toolchain=False).content != before
+
+
+def test_options_may_be_positional(project: Project):
+    project.write("twice.cu", LAUNCHER)
+    sources = [project.root / "twice.cu"]
+    adapter = lambda module: module  # noqa: E731
+    spec = gen_jit_spec("positional", sources, None, None, None, None, False, adapter, None, False)
+    assert spec.post_load_adapter is adapter and "-use_fast_math" not in spec.flags().cuda
+    with pytest.raises(ValueError, match="`embedded_cubin_factory` must be None"):
+        gen_jit_spec("embedded", sources, embedded_cubin_factory=adapter)

@@ -9,6 +9,8 @@
 
 #include <flashinfer/gemm/sm90/consumer.cuh>
 #include <flashinfer/gemm/sm90/producer.cuh>
+#include <flashinfer/ptx/cluster.cuh>
+#include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/setmaxnreg.cuh>
 
 namespace flashinfer {

@@ -7,7 +7,6 @@
 #include <flashinfer/collective/warp_reduce.cuh>
 #include <flashinfer/gemm/sm90/producer.cuh>
 #include <flashinfer/ptx/named_barrier.cuh>
-#include <flashinfer/ptx/shared.cuh>
 
 namespace flashinfer {
 

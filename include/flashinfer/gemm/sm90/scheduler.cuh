@@ -10,7 +10,6 @@
 
 #include <flashinfer/common/fast_divisor.h>
 #include <flashinfer/gemm/sm90/tile.cuh>
-#include <flashinfer/ptx/cluster.cuh>
 
 namespace flashinfer {
 

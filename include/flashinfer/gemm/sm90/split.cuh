@@ -3,7 +3,6 @@
 #pragma once
 
 #include <flashinfer/gemm/sm90/tile.cuh>
-#include <flashinfer/ptx/cp_async.cuh>
 #include <flashinfer/ptx/mbarrier.cuh>
 #include <flashinfer/ptx/mbarrier_cluster.cuh>
 #include <flashinfer/ptx/shared.cuh>

@@ -70,7 +70,7 @@ struct SelectStorage {
   };
   uint32_t num_local;
   uint32_t best_key;
-  uint32_t crossing_group, crossing_bin;
+  uint32_t crossing_bin;
   uint64_t above;
 };
 
