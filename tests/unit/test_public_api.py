@@ -22,9 +22,7 @@ _MADE_BY = "the functions that make it know its arguments"
 _FABRIC = "fabric memory is refused, whatever the arguments"
 EXCEPTIONS = {
     "flashinfer.BatchMLAPagedAttentionWrapper.run": "engines probe for ckv_scale_arr",
-    "flashinfer.precompile_paged_mqa_logits": "has no kernel of 4 bits to compile by default",
     "flashinfer.kda_decode.recurrent_kda": "has the arguments of flashinfer.kda",
-    "flashinfer.comm.create_allreduce_fusion_workspace": "has no backend in CuTe-DSL",
     "flashinfer.fused_moe.runners.MoERunner.__init__": "a runner is made for one layer",
     "flashinfer.autotuner.OptimizationProfile.__init__": "tensor_initializers may be left out",
     "flashinfer.jit.JitSpec.__init__": _MADE_BY,
