@@ -143,7 +143,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("window_left", -2),
     ("sinks", 3),
     ("kv_layout", "DNH"),
-    ("backend", "trtllm-gen"),
     ("q_len_per_req", 0),
     ("q_len_per_req", 2),
     ("out", 1),
