@@ -75,7 +75,7 @@ def all_reduce(hidden: int) -> Iterator[Line]:
         "auto",
         dist.get_world_size(),
         dist.get_rank(),
-        max(TOKENS),
+        2 * max(TOKENS),  # two ranks would have room for one-shot alone, and two-shot needs more
         hidden,
         torch.bfloat16,
         group=dist.group.WORLD,
