@@ -125,7 +125,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("query", None),
     ("query", torch.zeros(4, 1, 8, 128, dtype=BF16)),
     ("kv_cache", torch.zeros(8, dtype=BF16)),
-    ("kv_cache", torch.zeros(5, 1, 2, 16, 128, dtype=BF16)),
+    ("kv_cache", torch.zeros(5, 3, 2, 16, 128, dtype=BF16)),
     ("workspace_buffer", None),
     ("block_tables", torch.zeros(4, 1, dtype=torch.int32)),
     ("block_tables", torch.zeros(4, 60)),
