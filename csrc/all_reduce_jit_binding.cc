@@ -76,9 +76,7 @@ class Tensors {
 void check_rows(const ffi::Tensor& tensor) {
   ffi::check_dtype(tensor, kDtype);
   ffi::check_contiguous(tensor);
-  if (!ffi::is_aligned(tensor, 16)) {
-    ffi::raise("ValueError", "`%s` must begin on 16 bytes", tensor.name);
-  }
+  ffi::check_aligned(tensor, 16);
 }
 
 void* optional_rows(ffi::Args& args, const char* name, const ffi::Tensor& like, Tensors& tensors) {

@@ -183,9 +183,7 @@ inline void check_workspace(const ffi::Tensor& tensor, DLDataType dtype, int64_t
   ffi::check_dtype(tensor, dtype);
   ffi::check_shape(tensor, {slots, heads, numbers});
   ffi::check_last_dim_contiguous(tensor);
-  if (!ffi::is_aligned(tensor, 16)) {
-    ffi::raise("ValueError", "`%s` must start at a multiple of 16 bytes", tensor.name);
-  }
+  ffi::check_aligned(tensor, 16);
 }
 
 }  // namespace flashinfer::delta_rule_binding

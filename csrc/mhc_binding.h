@@ -37,9 +37,7 @@ inline void check_mhc_tensor(const Tensor& tensor, DLDataType dtype, const Tenso
   check_dtype(tensor, dtype);
   check_shape(tensor, shape, ndim);
   check_contiguous(tensor);
-  if (has_vectors && tensor.numel() != 0 && !is_aligned(tensor, 16)) {
-    raise("ValueError", "`%s` must begin at a multiple of 16 bytes", tensor.name);
-  }
+  if (has_vectors && tensor.numel() != 0) check_aligned(tensor, 16);
 }
 
 inline uint32_t mhc_tokens(const Tensor& residual) {

@@ -178,11 +178,7 @@ FLASHINFER_FFI_EXPORT(mla_run, args) {
   params.o_scale = static_cast<float>(o_scale);
   params.lse_factor = static_cast<float>(lse_factor);
   params.rope_factor = static_cast<float>(rope_factor);
-  for (const ffi::Tensor& workspace : {ints, floats}) {
-    if (!ffi::is_aligned(workspace, 16)) {
-      ffi::raise("ValueError", "`%s` must begin at a multiple of 16 bytes", workspace.name);
-    }
-  }
+  for (const ffi::Tensor& workspace : {ints, floats}) ffi::check_aligned(workspace, 16);
   ffi::check_cuda(ints);
   for (const ffi::Tensor& tensor :
        {q_nope, q_pe, ckv, kpe, kv_indices, out, lse, sinks, floats, profile}) {

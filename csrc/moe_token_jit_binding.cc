@@ -14,9 +14,7 @@ void check(const ffi::Tensor& tensor, std::initializer_list<int64_t> shape) {
   ffi::check_dtype(tensor, kDtype);
   ffi::check_shape(tensor, shape);
   ffi::check_contiguous(tensor);
-  if (!ffi::is_aligned(tensor, 16)) {
-    ffi::raise("ValueError", "`%s` must be aligned to 16 bytes", tensor.name);
-  }
+  ffi::check_aligned(tensor, 16);
 }
 
 enum class Index { int32, int64 };

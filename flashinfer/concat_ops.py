@@ -6,6 +6,7 @@ import torch
 
 from ._common import checks
 from ._common.kernels import NOT_LOADED, Kernel, KernelTable
+from ._common.overlap import check_disjoint
 from ._instrument.decorator import flashinfer_api
 from .jit.concat_ops import gen_concat_mla_module
 from .trace.templates.concat_ops import concat_mla_k_trace, concat_mla_kv_quant_fp8_trace
@@ -156,25 +157,8 @@ def _check_results(written: dict[str, torch.Tensor], read: dict[str, torch.Tenso
                 f"`{name}` is written and must not be an expanded tensor, got strides "
                 f"{list(tensor.stride())}"
             )
-        for other_name, other in {**read, **written}.items():
-            if other_name != name and _meet(tensor, other):
-                raise ValueError(f"`{name}` must not share memory with `{other_name}`")
-
-
-def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors may share elements: they do not if they are columns beside each other."""
-    if not a.numel() or not b.numel():
-        return False
-    sizes = [1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
-    distance = b.data_ptr() - a.data_ptr()
-    if distance >= sizes[0] * a.element_size() or -distance >= sizes[1] * b.element_size():
-        return False
-    pitch = a.stride(1) if a.shape[1] > 1 else a.stride(0)
-    is_of_one_table = a.stride() == b.stride() and a.stride(2) == 1 and a.stride(0) % pitch == 0
-    if not is_of_one_table or a.dtype != b.dtype:
-        return True
-    column = distance // a.element_size() % pitch
-    return column < a.shape[2] or column + b.shape[2] > pitch
+        others = {other: t for other, t in {**read, **written}.items() if other != name}
+        check_disjoint(name, tensor, **others)
 
 
 def _codes(

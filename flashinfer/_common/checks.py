@@ -65,6 +65,17 @@ def contiguous(name: str, value: Any, *ndims: int) -> torch.Tensor:
     return value
 
 
+def same_device(**tensors: torch.Tensor | None) -> None:
+    """Tensors on one device; those that are None do not count."""
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    (first, reference), others = given[0], given[1:]
+    for name, tensor in others:
+        if tensor.device != reference.device:
+            raise ValueError(
+                f"`{name}` must be on {reference.device} as `{first}` is, got {tensor.device}"
+            )
+
+
 def flag(name: str, value: Any) -> bool:
     """A bool."""
     if value is not True and value is not False:

@@ -20,10 +20,10 @@ def check_disjoint(name: str, written: torch.Tensor, **others: torch.Tensor | No
 
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.device != b.device or a.is_meta:
+    if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
         return False
     distance = b.data_ptr() - a.data_ptr()
-    if not -extent(b) < distance < extent(a) or not a.numel():
+    if not -extent(b) < distance < extent(a):
         return False
     if a.element_size() != b.element_size():
         return True

@@ -28,23 +28,6 @@ def check_out(
         raise ValueError(f"`{name}` must be contiguous, got strides {list(out.stride())}")
 
 
-def check_same_device(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors on different devices.
-
-    Raises
-    ------
-    ValueError
-        Naming two of them.
-    """
-    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-    (first, reference), others = given[0], given[1:]
-    for name, tensor in others:
-        if tensor.device != reference.device:
-            raise ValueError(
-                f"`{name}` must be on {reference.device} as `{first}` is, got {tensor.device}"
-            )
-
-
 def aligned_scale(scale: torch.Tensor) -> torch.Tensor:
     """`scale`, of one element, at an address that cuBLASLt takes: it refuses those that are not on
     16 bytes."""

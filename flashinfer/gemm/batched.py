@@ -7,6 +7,7 @@ import torch
 
 from .._common.checks import cuda_tensors
 from .._common.checks import dtype as check_out_dtype
+from .._common.checks import same_device as check_same_device
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import FLOAT8, check_dtype
@@ -14,7 +15,7 @@ from .._instrument.decorator import flashinfer_api
 from ..autotuner.autotuner import AutoTuner
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.gemm import bmm_fp8_trace
-from ._checks import aligned_scale, check_out, check_same_device
+from ._checks import aligned_scale, check_out
 from ._choice import GemmProblem
 from ._launch import NAMES, TRANSPOSED_B, get_gemm_kernel, launch
 from ._tuning import choose_product

@@ -3,6 +3,7 @@
 import torch
 
 from .._common.checks import flag as check_flag
+from .._common.checks import same_device as check_same_device
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype, torch_name
@@ -11,7 +12,7 @@ from ..compat.backends import backend_requirement, supported_compute_capability
 from ..quantization._kernels import SCALE_BLOCK, quantize_rows
 from ..trace.templates.gated_product import fp8_blockscale_gemm_swiglu_sm90_trace
 from ..trace.templates.gemm import fp8_blockscale_gemm_sm90_trace
-from ._checks import check_out, check_same_device
+from ._checks import check_out
 from ._choice import GemmProblem
 from ._launch import STARTS_EARLY, launch
 

@@ -9,6 +9,7 @@ from .._common.arch import as_number, get_compute_capability
 from .._common.checks import cuda_tensors
 from .._common.checks import dtype as check_out_dtype
 from .._common.checks import flag as check_flag
+from .._common.checks import same_device as check_same_device
 from .._common.checks import tensor as check_tensor
 from .._common.dtypes import check_dtype
 from .._common.overlap import check_disjoint, extent
@@ -17,7 +18,6 @@ from .._instrument.questions import Runs, says_where_it_runs, since
 from ..autotuner.listeners import call_on_change
 from ..compat.backends import BackendSupportedError
 from ..trace.templates.gemm import bmm_bf16_trace, mm_bf16_trace, tinygemm_bf16_trace
-from ._checks import check_same_device
 from ._choice import GemmProblem
 from ._few_rows import product_kernel, takes
 from ._launch import NAMES, STARTS_EARLY, TRANSPOSED_B, get_gemm_kernel

@@ -5,13 +5,14 @@ from typing import Literal
 import torch
 
 from .._common.checks import optional_flag as check_optional_flag
+from .._common.checks import same_device as check_same_device
 from .._common.checks import tensor as check_tensor
 from .._common.checks import tensors as check_tensors
 from .._common.dtypes import check_dtype
 from .._instrument.decorator import flashinfer_api
 from ..compat.backends import backend_requirement, supported_compute_capability
 from ..trace.templates.weight_only import weight_only_linear_trace
-from ._checks import check_out, check_same_device
+from ._checks import check_out
 from ._weight_kernels import choose_weight_config, get_weight_gemm_kernel, is_aligned
 
 _ACTIVATIONS = (torch.bfloat16, torch.float16)

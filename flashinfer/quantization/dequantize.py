@@ -12,7 +12,7 @@ from ..trace.templates.fp4 import (
     mxfp4_dequantize_host_trace,
     mxfp4_dequantize_trace,
 )
-from .layout import check_device, check_layout, to_linear
+from .layout import check_layout, to_linear
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_FORMATS = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
@@ -49,7 +49,7 @@ def _scaled(
         raise ValueError(
             f"`{name}` must have rows of whole blocks of {block} values, got {values.shape[-1]}"
         )
-    check_device(scale_name, scales, name, values)
+    checks.same_device(**{name: values, scale_name: checks.tensor(scale_name, scales)})
     rows, blocks = values.shape[:-1].numel(), values.shape[-1] // block
     linear = to_linear(scale_name, _bytes(scale_name, scales), layout, rows, blocks)
     scale = linear.view(scale_format).float()
@@ -105,7 +105,7 @@ def e2m1_and_ufp8sf_scale_to_float(
     values = _values("e2m1_tensor", e2m1_tensor)
     if global_scale_tensor is not None:
         checks.tensor("global_scale_tensor", global_scale_tensor)
-        check_device("global_scale_tensor", global_scale_tensor, "e2m1_tensor", values)
+        checks.same_device(e2m1_tensor=values, global_scale_tensor=global_scale_tensor)
         check_dtype("global_scale_tensor", global_scale_tensor.dtype, (torch.float32,))
         if global_scale_tensor.numel() != 1:
             raise ValueError(

@@ -13,7 +13,7 @@ from ..trace.templates.quantization import (
     silu_and_mul_per_token_group_quant_8bit_trace,
 )
 from ._kernels import group_quant_kernel
-from .layout import KERNEL_LAYOUT, check_device, check_layout, padded_shape, to_linear
+from .layout import KERNEL_LAYOUT, check_layout, padded_shape, to_linear
 
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _MX_BLOCK = 32
@@ -290,7 +290,7 @@ def mxfp8_dequantize_host(
     check_dtype("input", input.dtype, (torch.float8_e4m3fn, torch.uint8))
     checks.matrix("scale_tensor", scale_tensor, 1)
     check_dtype("scale_tensor", scale_tensor.dtype, (torch.uint8,))
-    check_device("scale_tensor", scale_tensor, "input", input)
+    checks.same_device(input=input, scale_tensor=scale_tensor)
     rows, blocks = input.shape[:-1].numel(), input.shape[-1] // _MX_BLOCK
     exponents = to_linear("scale_tensor", scale_tensor, layout, rows, blocks)
     scale = exponents.view(torch.float8_e8m0fnu).float()

@@ -41,14 +41,6 @@ def check_layout(name: str, layout: Any) -> SfLayout:
         raise error(f"`{name}` must be one of {names}, got {layout!r}") from None
 
 
-def check_device(name: str, tensor: Any, other_name: str, other: torch.Tensor) -> None:
-    """Refuse a tensor that is not where another one is."""
-    if checks.tensor(name, tensor).device != other.device:
-        raise ValueError(
-            f"`{name}` must be on {other.device}, as `{other_name}` is, got {tensor.device}"
-        )
-
-
 def padded_shape(layout: SfLayout, rows: int, blocks: int) -> tuple[int, int]:
     """Rows and blocks per row for which `layout` holds a scale."""
     tile_rows = _TILE_ROWS[layout]
